@@ -1,0 +1,268 @@
+/* nibble: public C API.
+ *
+ * Two nouns: an engine (a loaded model on a device) and requests on it. Text goes in, text comes
+ * out; or token ids in, token ids out. Nothing here knows HTTP, Python or a tensor. The server and
+ * the CLI are written against this header.
+ *
+ * Threads: an engine may be used from any number of threads after nb_engine_open(). One thread at a
+ * time may call nb_engine_step(); nb_engine_start() makes the engine step in a thread of its own
+ * instead. A request is read by one thread at a time; nb_request_cancel() may be called from any
+ * thread.
+ *
+ * Lifetime: requests must be closed before their engine. Strings handed in are copied, strings
+ * handed out belong to the object they came from and live as long as the header says.
+ */
+#pragma once
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define NB_VERSION_MAJOR 0
+#define NB_VERSION_MINOR 1
+#define NB_VERSION_PATCH 0
+#define NB_VERSION       "0.1.0"
+
+/* ---------------------------------------------------------------- status and errors */
+
+/* name, value, text. Negative is an error; NB_AGAIN is "would block", not a failure. */
+#define NB_STATUS_LIST(X)                                          \
+    X(NB_OK, 0, "ok")                                              \
+    X(NB_AGAIN, 1, "nothing available yet")                        \
+    X(NB_INVALID, -1, "invalid argument or input")                 \
+    X(NB_NO_MEMORY, -2, "out of memory")                           \
+    X(NB_IO, -3, "input/output error")                             \
+    X(NB_CORRUPT, -4, "file contents are not valid")               \
+    X(NB_UNSUPPORTED, -5, "not supported")                         \
+    X(NB_NOT_FOUND, -6, "not found")                               \
+    X(NB_TOO_LARGE, -7, "exceeds a limit")                         \
+    X(NB_CANCELLED, -8, "cancelled")                               \
+    X(NB_NUMERIC, -9, "non-finite value in the computation")       \
+    X(NB_BUSY, -10, "no capacity left")                            \
+    X(NB_CLOSED, -11, "the engine is shutting down or has failed") \
+    X(NB_INTERNAL, -12, "internal error")
+
+typedef enum nb_status {
+#define X(name, value, text) name = value,
+    NB_STATUS_LIST(X)
+#undef X
+} nb_status;
+
+#define NB_ERROR_TEXT_MAX 512
+
+/* Filled by a failing call; untouched on success. Every `nb_error *` parameter may be NULL. */
+typedef struct nb_error {
+    nb_status status;
+    char text[NB_ERROR_TEXT_MAX]; /* one sentence: what, where, found, expected; NUL-terminated
+                                     UTF-8 */
+} nb_error;
+
+/* Static text of a status, never NULL. */
+const char *nb_status_text(nb_status status);
+
+/* Version of the library as "major.minor.patch". */
+const char *nb_version(void);
+
+/* ---------------------------------------------------------------- log */
+
+typedef enum nb_log_level {
+    NB_LOG_ERROR,
+    NB_LOG_WARN,
+    NB_LOG_INFO,
+    NB_LOG_DEBUG,
+    NB_LOG_COUNT
+} nb_log_level;
+
+/* The library prints nothing itself: lines (without newline) go to this sink, from any thread. NULL
+ * drops them. Set before anything else; `user` is handed through. */
+typedef void (*nb_log_sink)(void *user, nb_log_level level, const char *line);
+void nb_log_set_sink(nb_log_sink sink, void *user, nb_log_level max_level);
+
+/* ---------------------------------------------------------------- engine */
+
+typedef struct nb_engine nb_engine;
+typedef struct nb_request nb_request;
+
+/* Called from the opening thread while loading: bytes of weights made ready so far, of how many. */
+typedef void (*nb_progress)(void *user, uint64_t done_bytes, uint64_t total_bytes);
+
+typedef struct nb_engine_options {
+    const char *model_dir;   /* folder in Hugging Face layout; required */
+    const char *device;      /* "auto", "cpu" */
+    const char *moe_runner;  /* "auto" or the name or alias of a runner */
+    const char *cpu_level;   /* "auto", or a cap: "reference", "avx2", "avx512", "amx" */
+    const char *activations; /* "weight-only" or "w4a4" (NVFP4 activations as the checkpoint's input
+                                scales say) */
+    const char *kv_dtype;    /* "auto" (f32 at level reference, else bf16), "bf16", "f32" */
+    uint32_t n_threads;      /* compute threads; 0: one per core this process may use */
+    uint32_t max_running;    /* sequences decoded together; default 64 */
+    uint32_t chunk_size;     /* prompt tokens per step; default 512 */
+    uint32_t max_context;  /* 0: the model's own limit, lowered to the KV pool if that is smaller */
+    uint64_t kv_tokens;    /* tokens of the KV pool; 0: as many as the memory plan allows, at most 4
+                              contexts */
+    uint64_t memory_bytes; /* 0: what the machine (or its cgroup) has free */
+    nb_progress progress;  /* optional */
+    void *progress_user;
+} nb_engine_options;
+
+void nb_engine_options_default(nb_engine_options *options);
+
+/* Opens a checkpoint: validates every file, plans memory, refuses what does not fit before reading
+ * a weight. On failure *out is untouched, nothing is left open. */
+nb_status nb_engine_open(nb_engine **out, const nb_engine_options *options, nb_error *error);
+
+/* Cancels what is in flight, stops the thread, frees everything, clears the pointer. NULL is fine.
+ */
+void nb_engine_close(nb_engine **engine);
+
+/* Facts of a loaded model; pointers live as long as the engine. */
+typedef struct nb_engine_info {
+    const char *model_dir;
+    const char *model_name; /* last part of the folder's path */
+    const char *family;     /* model_type, e.g. "glm_moe_dsa" */
+    const char *device;     /* e.g. "cpu (amx)" */
+    const char *moe_runner; /* the runner in use, "none" for a model without experts */
+    uint32_t n_layers;
+    uint32_t vocab_size;  /* rows of the output head */
+    uint32_t max_context; /* tokens a request may hold, prompt and answer together */
+    uint64_t kv_tokens;   /* tokens the KV pool holds */
+    uint64_t weight_bytes;
+    uint64_t kv_bytes;
+    uint64_t workspace_bytes;
+    bool has_tokenizer;
+} nb_engine_info;
+
+void nb_engine_get_info(const nb_engine *engine, nb_engine_info *info);
+
+/* Makes the engine step in a thread of its own until nb_engine_close(). */
+nb_status nb_engine_start(nb_engine *engine, nb_error *error);
+
+/* One step by the caller. *worked is false when nothing was waiting or running. */
+nb_status nb_engine_step(nb_engine *engine, bool *worked, nb_error *error);
+
+/* Counters for health and metrics, a snapshot. */
+typedef struct nb_engine_stats {
+    uint32_t n_running, n_waiting;
+    uint64_t kv_tokens_used;
+    uint64_t n_steps, prompt_tokens, generated_tokens;
+    uint64_t requests_finished, requests_failed, requests_cancelled;
+} nb_engine_stats;
+
+void nb_engine_get_stats(nb_engine *engine, nb_engine_stats *stats);
+
+/* Non-NULL once the engine cannot serve any more (the sentence why). */
+const char *nb_engine_failure(nb_engine *engine);
+
+/* ---------------------------------------------------------------- text */
+
+/* Encodes UTF-8 text (invalid bytes are encoded as the bytes they are). `parse_special`: added
+ * tokens in the text become their ids; otherwise they are plain text. No token is ever added. *ids
+ * is malloc'ed, freed by nb_free(). */
+nb_status nb_tokenize(const nb_engine *engine, const char *text, size_t n_bytes, bool parse_special,
+                      int32_t **ids, size_t *n_ids, nb_error *error);
+
+/* Decodes ids to bytes (whole characters are not guaranteed at the ends). *text is NUL-terminated,
+ * freed by nb_free(). */
+nb_status nb_detokenize(const nb_engine *engine, const int32_t *ids, size_t n_ids,
+                        bool skip_special, char **text, size_t *n_bytes, nb_error *error);
+
+/* The bytes of one token; NULL for an id without any (padding rows). Lives as long as the engine.
+ */
+const char *nb_token_bytes(const nb_engine *engine, int32_t id, size_t *n_bytes);
+
+void nb_free(void *pointer);
+
+/* ---------------------------------------------------------------- requests */
+
+#define NB_TOP_LOGPROBS_MAX 20
+#define NB_STOP_STRINGS_MAX 16
+#define NB_STOP_IDS_MAX     64
+
+/* How tokens are chosen. nb_sampling_default() fills in the model's generation_config. */
+typedef struct nb_sampling {
+    float temperature;   /* >= 0; below 1e-6 is greedy */
+    float top_p;         /* (0, 1] */
+    float min_p;         /* [0, 1] */
+    int32_t top_k;       /* -1 or 0: off */
+    bool has_seed;       /* false: the engine draws one */
+    uint64_t seed;       /* token n of a request depends on (seed, n) alone */
+    uint32_t max_tokens; /* 0: up to the context limit */
+    uint32_t min_tokens; /* EOS, stop ids and stop strings are not taken before this many */
+    bool ignore_eos;
+    bool skip_special; /* special tokens give no text (default true) */
+    bool include_stop; /* keep the stop string in the text */
+    uint32_t n_stop_strings, n_stop_ids;
+    const char *stop_strings[NB_STOP_STRINGS_MAX]; /* UTF-8, not empty */
+    int32_t stop_ids[NB_STOP_IDS_MAX];
+    int32_t n_logprobs;   /* -1: none; 0: of the chosen token; k <= 20: and the k best */
+    bool prompt_logprobs; /* the same for every prompt token but the first */
+} nb_sampling;
+
+void nb_sampling_default(const nb_engine *engine, nb_sampling *sampling);
+
+typedef struct nb_request_options {
+    const int32_t *prompt; /* [n_prompt] ids, 0 <= id < vocab_size */
+    size_t n_prompt;       /* >= 1 */
+    nb_sampling sampling;
+    void (*notify)(void *user); /* optional: called from the engine's thread when something can be
+                                   read; must not block */
+    void *notify_user;
+} nb_request_options;
+
+/* Checks and queues a request; everything it will need is allocated here. NB_INVALID names the
+ * field; NB_TOO_LARGE names the context limit and both counts. */
+nb_status nb_request_submit(nb_request **out, nb_engine *engine, const nb_request_options *options,
+                            nb_error *error);
+
+typedef enum nb_finish {
+    NB_FINISH_NONE,   /* still going */
+    NB_FINISH_STOP,   /* EOS, stop id or stop string */
+    NB_FINISH_LENGTH, /* max_tokens or the context limit */
+    NB_FINISH_CANCELLED,
+    NB_FINISH_ERROR, /* see nb_request_error() */
+    NB_FINISH_COUNT
+} nb_finish;
+
+typedef struct nb_logprob {
+    int32_t id;
+    float logprob; /* natural log; finite: at least -9999 */
+} nb_logprob;
+
+/* One generated token (or, with is_prompt, one prompt token when prompt_logprobs was asked for). */
+typedef struct nb_event {
+    int32_t id;
+    bool is_prompt;
+    bool has_logprob; /* false for the first prompt token */
+    float logprob;
+    uint32_t n_top;
+    nb_logprob top[NB_TOP_LOGPROBS_MAX];
+    const char *text; /* bytes that became certain with this token: whole UTF-8 characters, stop
+                         strings held back; may be empty; valid until the next nb_request_read() */
+    size_t n_text;
+    nb_finish
+        finish; /* on the last event; an event may carry finish without a token: then id is -1 */
+    int32_t matched_id;     /* EOS or stop id that ended it, else -1 */
+    int32_t matched_string; /* index into stop_strings, else -1 */
+} nb_event;
+
+/* Takes the next event. NB_AGAIN when none is there within timeout_ms (0: do not wait, negative:
+ * wait for ever). After the event that carries a finish, NB_CLOSED. */
+nb_status nb_request_read(nb_request *request, nb_event *event, int timeout_ms, nb_error *error);
+
+/* Ends a request: its pages are free within one step, the next event read carries
+ * NB_FINISH_CANCELLED. */
+void nb_request_cancel(nb_request *request);
+
+/* The sentence of NB_FINISH_ERROR; empty otherwise. */
+const char *nb_request_error(const nb_request *request);
+
+/* Cancels if it still runs, frees, clears the pointer. NULL is fine. */
+void nb_request_close(nb_request **request);
+
+#ifdef __cplusplus
+}
+#endif
