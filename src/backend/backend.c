@@ -1,0 +1,39 @@
+/* Backends by name. Callers: model, engine, tests. A backend that is not in this build is refused
+ * with a sentence, never replaced silently. */
+#include "backend/backend.h"
+
+#include <string.h>
+
+#include "backend/cpu/cpu_backend.h"
+
+/* Every member of a table is required: a missing one is a fault of the build, found at opening. */
+static void assert_complete(const nbi_backend_ops *ops)
+{
+    NB_ASSERT(ops->version == 1 && ops->size == sizeof(nbi_backend_ops) && ops->name);
+#define HAS(member) NB_ASSERT(ops->member != NULL)
+    HAS(open), HAS(close), HAS(alloc), HAS(release), HAS(upload), HAS(download);
+    HAS(weight_prepare), HAS(weight_release), HAS(workspace_bytes), HAS(reserve);
+    HAS(embed), HAS(rope_table), HAS(rmsnorm), HAS(linear), HAS(swiglu), HAS(gather), HAS(add);
+    HAS(mla_append), HAS(mla_attend), HAS(gqa_append), HAS(gqa_attend);
+    HAS(index_append), HAS(index_select), HAS(route), HAS(sample), HAS(sync);
+#undef HAS
+}
+
+nb_status nbi_backend_open(nbi_backend **out, const char *name, const nbi_backend_options *opt,
+                           nb_error *err)
+{
+    if (!name || strcmp(name, "auto") == 0 || strcmp(name, "cpu") == 0) {
+        assert_complete(&nbi_cpu_ops);
+        return nbi_cpu_ops.open(out, opt, err);
+    }
+    if (strcmp(name, "cuda") == 0)
+        return nbi_fail(err, NB_UNSUPPORTED,
+                        "device \"cuda\": this build has no CUDA backend; use \"cpu\" or \"auto\"");
+    return nbi_fail(err, NB_INVALID, "device \"%s\" is unknown; expected \"auto\" or \"cpu\"",
+                    name);
+}
+
+void nbi_backend_close(nbi_backend **b)
+{
+    if (b && *b) (*b)->ops->close(b);
+}
