@@ -234,6 +234,8 @@ typedef struct nbi_sample_row {
     int32_t top_k;           /* <= 0: off */
     uint64_t seed, counter;
     int32_t n_logprobs;      /* -1: none, else top count */
+    bool forced;             /* report forced_id as if chosen (log-probabilities of a given token); nothing is drawn */
+    int32_t forced_id;
     const int32_t *banned;   /* [n_banned] ids not to choose (EOS before min_tokens), or NULL; host memory */
     uint32_t n_banned;
 } nbi_sample_row;

@@ -1,0 +1,127 @@
+/* Inside of a model: the layer description that loading fills and forward walks. Private to src/model. */
+#pragma once
+
+#include "model/model.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Multi-head latent attention; with q_lora 0 only q_b is set and it is q_proj. */
+typedef struct nbi_mla_weights {
+    nbi_weight *q_a;           /* [q_lora, H] */
+    nbi_weight *q_b;           /* [heads * (nope + rope), q_lora or H] */
+    nbi_weight *kv_a;          /* [kv_lora + rope, H] */
+    nbi_weight *kv_b;          /* [heads * (nope + v), kv_lora] */
+    nbi_weight *o;             /* [H, heads * v] */
+    const float *q_a_norm;     /* [q_lora] */
+    const float *kv_a_norm;    /* [kv_lora] */
+    const float *q_a_bias, *kv_a_bias, *o_bias; /* or NULL */
+} nbi_mla_weights;
+
+typedef struct nbi_gqa_weights {
+    nbi_weight *q, *k, *v;     /* [heads * d, H], [kv_heads * d, H] twice */
+    nbi_weight *o;             /* [H, heads * d] */
+    const float *q_bias, *k_bias, *v_bias, *o_bias; /* or NULL */
+    const float *q_norm, *k_norm;          /* [d] or NULL */
+} nbi_gqa_weights;
+
+typedef struct nbi_indexer_weights {
+    nbi_weight *q;             /* wq_b [index_heads * index_dim, q_lora] */
+    nbi_weight *k;             /* wk [index_dim, H] */
+    nbi_weight *weights;       /* weights_proj [index_heads, H] */
+    const float *k_norm, *k_norm_bias; /* [index_dim] */
+} nbi_indexer_weights;
+
+typedef struct nbi_mlp_weights {
+    nbi_weight *gate, *up;     /* [I, H] */
+    nbi_weight *down;          /* [H, I] */
+    uint32_t inter;            /* I; 0: there is none */
+} nbi_mlp_weights;
+
+typedef struct nbi_moe_weights {
+    nbi_weight *router;        /* [E, H] */
+    const float *router_bias;  /* [E] or NULL */
+    nbi_moe_experts experts;   /* canonical views, [E] each */
+    nbi_moe_layer *prepared;   /* of the runner */
+    nbi_mlp_weights shared;
+} nbi_moe_weights;
+
+typedef struct nbi_layer {
+    bool sparse, full_indexer;
+    const float *input_norm, *post_norm; /* [H] */
+    nbi_mla_weights mla;
+    nbi_gqa_weights gqa;
+    nbi_indexer_weights indexer;
+    nbi_mlp_weights mlp;       /* dense layers */
+    nbi_moe_weights moe;       /* sparse layers */
+} nbi_layer;
+
+/* The MTP layer's own tensors; its decoder layer is layers[n_layers]. */
+typedef struct nbi_mtp_weights {
+    const float *enorm, *hnorm, *head_norm; /* [H] */
+    nbi_weight *eh_proj;       /* [H, 2H]: embedding half first */
+} nbi_mtp_weights;
+
+/* Activations of a step, carved from one block. act unless noted. */
+typedef struct nbi_workspace {
+    void *block;
+    size_t bytes;
+    void *x, *xn, *delta, *shared; /* [T, H] */
+    void *q_a, *q;             /* [T, q_lora], [T, heads * qk] */
+    void *kv;                  /* MLA [T, kv_lora + rope]; GQA: k [T, kv_heads * d] */
+    void *v;                   /* GQA [T, kv_heads * d] */
+    void *attn;                /* [T, heads * v] */
+    void *index_q, *index_k;   /* [T, index_heads * index_dim], [T, index_dim] */
+    float *index_w;            /* [T, index_heads] */
+    int32_t *select;           /* [T, index_topk] */
+    void *gate, *up;           /* [T, widest dense or shared MLP] */
+    float *router_logits;      /* [T, E] */
+    int32_t *expert_ids;       /* [T, top_k] */
+    float *expert_weights;     /* [T, top_k] */
+    void *moe;                 /* the runner's */
+    void *last;                /* [R, H] normed rows for the head */
+    float *logits;             /* [R, V] */
+    float *cos, *sin;          /* [T, rope dim / 2] */
+    uint32_t max_rows, max_logit_rows;
+} nbi_workspace;
+
+/* A float vector waiting for its place in device memory. */
+typedef struct nbi_vector_slot {
+    const float **slot;
+    uint32_t n;
+} nbi_vector_slot;
+
+struct nbi_model {
+    nbi_backend *b;            /* borrowed */
+    nbi_config config;
+    nbi_quant quant;
+    nbi_checkpoint *ckpt;
+    nbi_arena arena;           /* names, views, layers, host vectors */
+    const nbi_moe_runner_ops *runner; /* NULL without experts */
+    uint32_t n_layers;         /* main stack */
+    bool has_mtp;
+    nbi_layer *layers;         /* [n_layers + has_mtp] */
+    nbi_mtp_weights mtp;
+    nbi_weight *embed, *head;  /* [V, H]; the same object when tied */
+    const float *final_norm;
+    float *inv_freq;           /* host [rope.dim / 2] */
+    nbi_vector_slot *slots;
+    uint32_t n_slots, cap_slots;
+    void *vectors;             /* device block of all float vectors */
+    size_t vector_bytes;
+    uint64_t weight_bytes, non_expert_bytes, non_expert_macs; /* of the main stack with head, without embedding */
+    uint64_t expert_bytes_per_layer_sum; /* of one expert, summed over sparse layers of the main stack */
+    nbi_workspace ws;
+};
+
+/* inv_freq[i], i < dim / 2, of a rope setting; YaRN as in arXiv 2309.00071 and transformers. */
+void nbi_rope_inv_freq(const nbi_rope_config *rope, float *out);
+
+/* weights.c */
+nb_status nbi_model_load_weights(nbi_model *m, const nbi_model_options *opt, nb_error *err);
+void nbi_model_release_weights(nbi_model *m);
+
+#ifdef __cplusplus
+}
+#endif

@@ -1,0 +1,163 @@
+/* Opening and closing a model, and what it costs: bytes and multiply-adds per token. */
+#include <math.h>
+#include <stdio.h>
+#include <string.h>
+
+#include "base/log.h"
+#include "model/layer.h"
+
+/* Tensors that exporters leave behind and no engine needs. */
+static bool harmless(const char *name)
+{
+    static const char *const suffix[] = {".rotary_emb.inv_freq", ".k_proj.k_scale", ".v_proj.v_scale", ".k_scale", ".v_scale",
+                                         ".input_scale", ".input_global_scale"};
+    size_t n = strlen(name);
+    for (size_t i = 0; i < sizeof suffix / sizeof *suffix; i++) {
+        size_t k = strlen(suffix[i]);
+        if (n >= k && !strcmp(name + n - k, suffix[i])) return true;
+    }
+    return false;
+}
+
+/* One line with the count and the first names of what nobody read; details at debug level. */
+static void report_unused(const nbi_model *m)
+{
+    size_t n = nbi_checkpoint_count(m->ckpt), unused = 0;
+    for (size_t i = 0; i < n; i++) {
+        const nbi_st_tensor *t = nbi_checkpoint_at(m->ckpt, i);
+        if (t->used) continue;
+        if (harmless(t->name)) {
+            nbi_log(NB_LOG_DEBUG, "not used by this build: %s", t->name);
+            continue;
+        }
+        if (unused++ < 8) nbi_log(NB_LOG_WARN, "tensor %s is not used by a %s model", t->name, nbi_family_name(m->config.family));
+    }
+    if (unused > 8) nbi_log(NB_LOG_WARN, "and %zu more unused tensors", unused - 8);
+}
+
+/* The checkpoint carries an MTP layer when its projection is there, whatever the config counts. */
+static bool find_mtp(const nbi_model *m)
+{
+    char name[96];
+    if (!m->config.n_mtp_layers) return false;
+    snprintf(name, sizeof name, "model.layers.%u.eh_proj", m->config.n_layers);
+    if (nbi_matrix_present(m->ckpt, name)) return true;
+    nbi_log(NB_LOG_INFO, "config names %u MTP layer(s), the files hold none: drafting is not available", m->config.n_mtp_layers);
+    return false;
+}
+
+static nb_status open_parts(nbi_model *m, const nbi_model_options *opt, nb_error *err)
+{
+    NB_TRY(nbi_config_load(&m->config, opt->dir, err));
+    NB_TRY(nbi_quant_load(&m->quant, opt->dir, err));
+    NB_TRY(nbi_checkpoint_open(&m->ckpt, opt->dir, err));
+    m->n_layers = m->config.n_layers;
+    m->has_mtp = find_mtp(m);
+    m->layers = nbi_arena_alloc(&m->arena, (m->n_layers + m->has_mtp) * sizeof *m->layers);
+    m->inv_freq = nbi_arena_alloc(&m->arena, m->config.rope.dim / 2 * sizeof(float));
+    if (!m->layers || !m->inv_freq) return nbi_fail(err, NB_NO_MEMORY, "loading %s: out of memory", opt->dir);
+    nbi_rope_inv_freq(&m->config.rope, m->inv_freq);
+    nbi_log(NB_LOG_INFO, "%s: %u layers, hidden %u, rope base %g%s", nbi_family_name(m->config.family), m->n_layers,
+            m->config.hidden, m->config.rope.theta, m->config.rope.yarn ? " with YaRN" : "");
+    NB_TRY(nbi_model_load_weights(m, opt, err));
+    report_unused(m);
+    return NB_OK;
+}
+
+nb_status nbi_model_open(nbi_model **out, nbi_backend *b, const nbi_model_options *opt, nb_error *err)
+{
+    nbi_model *m = nbi_calloc(1, sizeof *m);
+    if (!m) return nbi_fail(err, NB_NO_MEMORY, "loading %s: out of memory", opt->dir);
+    m->b = b;
+    nb_status st = open_parts(m, opt, err);
+    if (st != NB_OK) {
+        nbi_model_close(&m);
+        return st;
+    }
+    *out = m;
+    return NB_OK;
+}
+
+void nbi_model_close(nbi_model **model)
+{
+    nbi_model *m = *model;
+    if (!m) return;
+    if (m->ws.block) m->b->ops->release(m->b, m->ws.block, m->ws.bytes);
+    nbi_model_release_weights(m);
+    nbi_checkpoint_close(&m->ckpt);
+    nbi_config_free(&m->config);
+    nbi_quant_free(&m->quant);
+    nbi_arena_free(&m->arena);
+    nbi_free(m);
+    *model = NULL;
+}
+
+const nbi_config *nbi_model_config(const nbi_model *m)
+{
+    return &m->config;
+}
+
+const char *nbi_model_runner(const nbi_model *m)
+{
+    return m->runner ? m->runner->name : "none";
+}
+
+uint64_t nbi_model_weight_bytes(const nbi_model *m)
+{
+    return m->weight_bytes;
+}
+
+/* Cache bytes that one sequence of `context` tokens reads in a decode step. */
+static uint64_t cache_read_bytes(const nbi_config *c, uint32_t context, uint32_t value_bytes)
+{
+    uint64_t bytes = 0;
+    for (uint32_t l = 0; l < c->n_layers; l++) {
+        if (c->attention == NBI_ATTENTION_GQA) {
+            bytes += 2ull * c->n_kv_heads * c->head_dim * context * value_bytes;
+            continue;
+        }
+        uint32_t attended = c->has_indexer && c->index_topk < context ? c->index_topk : context;
+        bytes += (uint64_t)(c->kv_lora + c->rope_dim) * attended * value_bytes;
+        bool scores = c->has_indexer && c->layer_full_indexer[l] && context > c->index_topk;
+        if (scores) bytes += (uint64_t)c->index_dim * context * value_bytes;
+    }
+    return bytes;
+}
+
+uint64_t nbi_model_token_bytes(const nbi_model *m, uint32_t batch, uint32_t context, nbi_dtype kv_dtype)
+{
+    const nbi_config *c = &m->config;
+    double bytes = (double)m->non_expert_bytes + (double)batch * nbi_matrix_row_bytes(&m->embed->host);
+    if (c->n_experts) {
+        double distinct = c->n_experts * (1.0 - pow(1.0 - (double)c->top_k / c->n_experts, batch));
+        bytes += distinct * (double)m->expert_bytes_per_layer_sum;
+    }
+    return (uint64_t)bytes + batch * cache_read_bytes(c, context, nbi_dtype_bits(kv_dtype) / 8);
+}
+
+uint64_t nbi_model_token_macs(const nbi_model *m)
+{
+    const nbi_config *c = &m->config;
+    uint64_t macs = m->non_expert_macs;
+    for (uint32_t l = 0; l < c->n_layers; l++) {
+        if (c->layer_sparse[l]) macs += 3ull * c->top_k * c->moe_intermediate * c->hidden;
+    }
+    return macs;
+}
+
+void nbi_fault_text(int32_t code, char *out, size_t n)
+{
+    static const char *const where[NBI_WHERE_COUNT] = {
+        [NBI_WHERE_EMBED] = "embedding",
+        [NBI_WHERE_INPUT_NORM] = "input norm (residual entering attention)",
+        [NBI_WHERE_POST_NORM] = "post-attention norm (residual entering the MLP)",
+        [NBI_WHERE_FINAL_NORM] = "final norm",
+        [NBI_WHERE_LOGITS] = "logits",
+    };
+    int32_t at = code - 1;
+    if (at < 0) {
+        snprintf(out, n, "no fault");
+        return;
+    }
+    snprintf(out, n, "non-finite value in layer %d, %s", (int)(at / NBI_WHERE_COUNT), where[at % NBI_WHERE_COUNT]);
+}

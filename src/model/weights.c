@@ -1,0 +1,407 @@
+/* Loading: walks the layers, finds every tensor by name and shape, prepares it for the backend. Called once by nbi_model_open().
+ *
+ * Shapes come from the config, kinds from the tensors. Nothing is copied that can stay mapped; float vectors (norms, biases) are converted to
+ * float32 and put into one device block at the end. */
+#include <stdio.h>
+#include <string.h>
+
+#include "base/log.h"
+#include "model/layer.h"
+
+#define NAME_MAX_BYTES 256
+
+/* One loading run. `prefix` is where names start ("model.layers.3."). */
+typedef struct loader {
+    nbi_model *m;
+    const nbi_model_options *opt;
+    nbi_pool *pool; /* checks scales */
+    uint64_t done_bytes, total_bytes;
+    char prefix[96];
+} loader;
+
+static const char *full_name(const loader *ld, char out[NAME_MAX_BYTES], const char *name)
+{
+    snprintf(out, NAME_MAX_BYTES, "%s%s", ld->prefix, name);
+    return out;
+}
+
+/* ---------------------------------------------------------------- vectors */
+
+static nb_status remember_vector(nbi_model *m, const float **slot, uint32_t n, nb_error *err)
+{
+    if (m->n_slots == m->cap_slots) {
+        uint32_t cap = m->cap_slots ? 2 * m->cap_slots : 256;
+        nbi_vector_slot *slots = nbi_realloc(m->slots, cap * sizeof *slots);
+        if (!slots) return nbi_fail(err, NB_NO_MEMORY, "loading: out of memory");
+        m->slots = slots;
+        m->cap_slots = cap;
+    }
+    m->slots[m->n_slots++] = (nbi_vector_slot){slot, n};
+    return NB_OK;
+}
+
+static nb_status load_vector(loader *ld, const float **slot, const char *name, uint32_t n, nb_error *err)
+{
+    char full[NAME_MAX_BYTES];
+    NB_TRY(nbi_vector_load(slot, NULL, ld->m->ckpt, &ld->m->arena, full_name(ld, full, name), n, err));
+    return remember_vector(ld->m, slot, n, err);
+}
+
+/* Moves every vector into one device block and points the slots there. */
+static nb_status place_vectors(nbi_model *m, nb_error *err)
+{
+    nbi_plan plan = {0};
+    for (uint32_t i = 0; i < m->n_slots; i++) nbi_plan_add(&plan, m->slots[i].n * sizeof(float));
+    if (!plan.bytes) return NB_OK;
+    m->vectors = m->b->ops->alloc(m->b, plan.bytes);
+    if (!m->vectors) return nbi_fail(err, NB_NO_MEMORY, "loading: no memory for %zu bytes of norms and biases", plan.bytes);
+    m->vector_bytes = plan.bytes;
+    plan.bytes = 0;
+    for (uint32_t i = 0; i < m->n_slots; i++) {
+        size_t bytes = m->slots[i].n * sizeof(float);
+        char *dst = (char *)m->vectors + nbi_plan_add(&plan, bytes);
+        m->b->ops->upload(m->b, dst, *m->slots[i].slot, bytes);
+        *m->slots[i].slot = (const float *)(const void *)dst;
+    }
+    return NB_OK;
+}
+
+/* ---------------------------------------------------------------- matrices */
+
+static void progress(loader *ld, uint64_t bytes)
+{
+    ld->done_bytes += bytes;
+    if (ld->opt->progress) ld->opt->progress(ld->opt->progress_user, ld->done_bytes, ld->total_bytes);
+}
+
+static nb_status prepare(loader *ld, nbi_weight **out, const nbi_matrix *matrix, nb_error *err)
+{
+    if (ld->opt->verify_scales) NB_TRY(nbi_matrix_check(matrix, err));
+    NB_TRY(ld->m->b->ops->weight_prepare(ld->m->b, out, matrix, err));
+    ld->m->weight_bytes += nbi_matrix_bytes(matrix);
+    progress(ld, nbi_matrix_bytes(matrix));
+    return NB_OK;
+}
+
+/* A linear layer [rows, cols]. `counted`: it is read once per token of the main stack. */
+static nb_status load_linear(loader *ld, nbi_weight **out, const char *name, uint32_t rows, uint32_t cols, bool counted,
+                             nb_error *err)
+{
+    nbi_matrix matrix;
+    char full[NAME_MAX_BYTES];
+    NB_TRY(nbi_matrix_load(&matrix, ld->m->ckpt, &ld->m->arena, full_name(ld, full, name), rows, cols, err));
+    NB_TRY(prepare(ld, out, &matrix, err));
+    if (counted) {
+        ld->m->non_expert_bytes += nbi_matrix_bytes(&matrix);
+        ld->m->non_expert_macs += (uint64_t)rows * cols;
+    }
+    return NB_OK;
+}
+
+static nb_status load_mlp(loader *ld, nbi_mlp_weights *w, const char *name, uint32_t inter, bool counted, nb_error *err)
+{
+    char part[NAME_MAX_BYTES];
+    uint32_t hidden = ld->m->config.hidden;
+    w->inter = inter;
+    snprintf(part, sizeof part, "%s.gate_proj", name);
+    NB_TRY(load_linear(ld, &w->gate, part, inter, hidden, counted, err));
+    snprintf(part, sizeof part, "%s.up_proj", name);
+    NB_TRY(load_linear(ld, &w->up, part, inter, hidden, counted, err));
+    snprintf(part, sizeof part, "%s.down_proj", name);
+    return load_linear(ld, &w->down, part, hidden, inter, counted, err);
+}
+
+/* ---------------------------------------------------------------- attention */
+
+static nb_status load_mla(loader *ld, nbi_mla_weights *w, bool counted, nb_error *err)
+{
+    const nbi_config *c = &ld->m->config;
+    uint32_t q_rows = c->n_heads * (c->nope_dim + c->rope_dim);
+    if (c->q_lora) {
+        NB_TRY(load_linear(ld, &w->q_a, "self_attn.q_a_proj", c->q_lora, c->hidden, counted, err));
+        NB_TRY(load_vector(ld, &w->q_a_norm, "self_attn.q_a_layernorm.weight", c->q_lora, err));
+        NB_TRY(load_linear(ld, &w->q_b, "self_attn.q_b_proj", q_rows, c->q_lora, counted, err));
+    } else {
+        NB_TRY(load_linear(ld, &w->q_b, "self_attn.q_proj", q_rows, c->hidden, counted, err));
+    }
+    NB_TRY(load_linear(ld, &w->kv_a, "self_attn.kv_a_proj_with_mqa", c->kv_lora + c->rope_dim, c->hidden, counted, err));
+    NB_TRY(load_vector(ld, &w->kv_a_norm, "self_attn.kv_a_layernorm.weight", c->kv_lora, err));
+    NB_TRY(load_linear(ld, &w->kv_b, "self_attn.kv_b_proj", c->n_heads * (c->nope_dim + c->v_dim), c->kv_lora, counted, err));
+    NB_TRY(load_linear(ld, &w->o, "self_attn.o_proj", c->hidden, c->n_heads * c->v_dim, counted, err));
+    if (!c->attention_bias) return NB_OK;
+    if (c->q_lora) NB_TRY(load_vector(ld, &w->q_a_bias, "self_attn.q_a_proj.bias", c->q_lora, err));
+    NB_TRY(load_vector(ld, &w->kv_a_bias, "self_attn.kv_a_proj_with_mqa.bias", c->kv_lora + c->rope_dim, err));
+    return load_vector(ld, &w->o_bias, "self_attn.o_proj.bias", c->hidden, err);
+}
+
+static nb_status load_gqa(loader *ld, nbi_gqa_weights *w, bool counted, nb_error *err)
+{
+    const nbi_config *c = &ld->m->config;
+    uint32_t q_rows = c->n_heads * c->head_dim, kv_rows = c->n_kv_heads * c->head_dim;
+    NB_TRY(load_linear(ld, &w->q, "self_attn.q_proj", q_rows, c->hidden, counted, err));
+    NB_TRY(load_linear(ld, &w->k, "self_attn.k_proj", kv_rows, c->hidden, counted, err));
+    NB_TRY(load_linear(ld, &w->v, "self_attn.v_proj", kv_rows, c->hidden, counted, err));
+    NB_TRY(load_linear(ld, &w->o, "self_attn.o_proj", c->hidden, q_rows, counted, err));
+    if (c->attention_bias) {
+        NB_TRY(load_vector(ld, &w->q_bias, "self_attn.q_proj.bias", q_rows, err));
+        NB_TRY(load_vector(ld, &w->k_bias, "self_attn.k_proj.bias", kv_rows, err));
+        NB_TRY(load_vector(ld, &w->v_bias, "self_attn.v_proj.bias", kv_rows, err));
+        char full[NAME_MAX_BYTES]; /* Qwen3 has one on o, GLM-4.x none */
+        if (nbi_checkpoint_peek(ld->m->ckpt, full_name(ld, full, "self_attn.o_proj.bias"))) {
+            NB_TRY(load_vector(ld, &w->o_bias, "self_attn.o_proj.bias", c->hidden, err));
+        }
+    }
+    if (!c->qk_norm) return NB_OK;
+    NB_TRY(load_vector(ld, &w->q_norm, "self_attn.q_norm.weight", c->head_dim, err));
+    return load_vector(ld, &w->k_norm, "self_attn.k_norm.weight", c->head_dim, err);
+}
+
+static nb_status load_indexer(loader *ld, nbi_indexer_weights *w, bool counted, nb_error *err)
+{
+    const nbi_config *c = &ld->m->config;
+    uint32_t q_cols = c->q_lora ? c->q_lora : c->hidden;
+    NB_TRY(load_linear(ld, &w->q, "self_attn.indexer.wq_b", c->index_heads * c->index_dim, q_cols, counted, err));
+    NB_TRY(load_linear(ld, &w->k, "self_attn.indexer.wk", c->index_dim, c->hidden, counted, err));
+    NB_TRY(load_linear(ld, &w->weights, "self_attn.indexer.weights_proj", c->index_heads, c->hidden, counted, err));
+    NB_TRY(load_vector(ld, &w->k_norm, "self_attn.indexer.k_norm.weight", c->index_dim, err));
+    return load_vector(ld, &w->k_norm_bias, "self_attn.indexer.k_norm.bias", c->index_dim, err);
+}
+
+/* ---------------------------------------------------------------- experts */
+
+static nb_status load_expert(loader *ld, nbi_matrix *out, uint32_t expert, uint32_t part, nb_error *err)
+{
+    static const char *const part_name[3] = {"gate_proj", "up_proj", "down_proj"};
+    nbi_model *m = ld->m;
+    const nbi_config *c = &m->config;
+    uint32_t inter = c->moe_intermediate, hidden = c->hidden;
+    char name[NAME_MAX_BYTES];
+    snprintf(name, sizeof name, "%smlp.experts", ld->prefix);
+    nb_status st = nbi_matrix_load_fused(out, m->ckpt, &m->arena, name, c->n_experts, expert, part, inter, hidden, err);
+    if (st != NB_NOT_FOUND) return st;
+    snprintf(name, sizeof name, "%smlp.experts.%u.%s", ld->prefix, expert, part_name[part]);
+    return nbi_matrix_load(out, m->ckpt, &m->arena, name, part == 2 ? hidden : inter, part == 2 ? inter : hidden, err);
+}
+
+typedef struct expert_check {
+    const nbi_matrix *const *parts; /* gate, up, down: [n_experts] each */
+    nb_status *status;              /* [n_experts] */
+    nb_error *errors;               /* [n_experts] */
+} expert_check;
+
+static void check_experts_task(void *arg, uint32_t begin, uint32_t end, uint32_t thread)
+{
+    expert_check *check = arg;
+    (void)thread;
+    for (uint32_t e = begin; e < end; e++) {
+        for (uint32_t part = 0; part < 3 && check->status[e] == NB_OK; part++) {
+            check->status[e] = nbi_matrix_check(&check->parts[part][e], &check->errors[e]);
+        }
+    }
+}
+
+/* Reads every scale of a layer's experts, in parallel; the first bad expert is reported. */
+static nb_status check_experts(loader *ld, const nbi_moe_experts *x, nb_error *err)
+{
+    uint32_t n = x->shape.n_experts;
+    const nbi_matrix *const parts[3] = {x->gate, x->up, x->down};
+    expert_check check = {parts, nbi_calloc(n, sizeof(nb_status)), nbi_calloc(n, sizeof(nb_error))};
+    nb_status st = check.status && check.errors ? NB_OK : nbi_fail(err, NB_NO_MEMORY, "loading: out of memory");
+    if (st == NB_OK) nbi_pool_run(ld->pool, check_experts_task, &check, n, 1);
+    for (uint32_t e = 0; st == NB_OK && e < n; e++) {
+        if (check.status[e] != NB_OK) st = nbi_fail(err, check.status[e], "%s", check.errors[e].text);
+    }
+    nbi_free(check.status);
+    nbi_free(check.errors);
+    return st;
+}
+
+/* Writes the ids of experts whose part has no input scale, "3, 6", as far as they fit. */
+static void list_without_input_scale(const nbi_matrix *part, uint32_t n, char *out, size_t n_out)
+{
+    size_t at = 0;
+    out[0] = 0;
+    for (uint32_t e = 0; e < n && at + 16 < n_out; e++) {
+        if (part[e].input_scale > 0) continue;
+        at += (size_t)snprintf(out + at, n_out - at, "%s%u", at ? ", " : "", e);
+    }
+}
+
+/* Experts of one layer must agree in kind, and all or none carry input scales: a mixture means a broken export. */
+static nb_status check_expert_kinds(const nbi_moe_experts *x, nb_error *err)
+{
+    const nbi_matrix *const parts[3] = {x->gate, x->up, x->down};
+    for (uint32_t part = 0; part < 3; part++) {
+        const nbi_matrix *first = &parts[part][0];
+        for (uint32_t e = 0; e < x->shape.n_experts; e++) {
+            const nbi_matrix *it = &parts[part][e];
+            if (it->kind != first->kind) {
+                return nbi_fail(err, NB_CORRUPT, "layer %u: %s is %s but %s is %s; experts of a layer must be of one kind", x->layer,
+                                it->name, nbi_weight_kind_name(it->kind), first->name, nbi_weight_kind_name(first->kind));
+            }
+            if ((it->input_scale > 0) != (first->input_scale > 0)) {
+                char ids[160];
+                list_without_input_scale(parts[part], x->shape.n_experts, ids, sizeof ids);
+                return nbi_fail(err, NB_CORRUPT, "layer %u: input_scale is missing for experts %s (found for others, e.g. %s)", x->layer,
+                                ids, it->input_scale > 0 ? it->name : first->name);
+            }
+        }
+        if (part == 1 && first->kind != x->gate[0].kind) {
+            return nbi_fail(err, NB_CORRUPT, "layer %u: gate_proj is %s but up_proj is %s", x->layer,
+                            nbi_weight_kind_name(x->gate[0].kind), nbi_weight_kind_name(first->kind));
+        }
+    }
+    return NB_OK;
+}
+
+static nb_status choose_runner(loader *ld, const nbi_moe_shape *shape, nb_error *err)
+{
+    nbi_model *m = ld->m;
+    const char *asked = ld->opt->moe_runner ? ld->opt->moe_runner : "auto";
+    if (!m->runner) return nbi_moe_runner_choose(&m->runner, asked, m->b, shape, err);
+    char why[256];
+    if (m->runner->supports(m->b, shape, why, sizeof why)) return NB_OK;
+    return nbi_fail(err, NB_UNSUPPORTED, "MoE runner %s cannot run every layer of this model: %s", m->runner->name, why);
+}
+
+static nb_status load_experts(loader *ld, nbi_moe_weights *w, uint32_t layer, bool counted, nb_error *err)
+{
+    nbi_model *m = ld->m;
+    const nbi_config *c = &m->config;
+    nbi_matrix *all = nbi_arena_alloc(&m->arena, 3 * (size_t)c->n_experts * sizeof *all);
+    if (!all) return nbi_fail(err, NB_NO_MEMORY, "loading: out of memory");
+    nbi_matrix *const part[3] = {all, all + c->n_experts, all + 2 * (size_t)c->n_experts};
+    uint64_t bytes = 0;
+    for (uint32_t p = 0; p < 3; p++) {
+        for (uint32_t e = 0; e < c->n_experts; e++) {
+            NB_TRY(load_expert(ld, &part[p][e], e, p, err));
+            bytes += nbi_matrix_bytes(&part[p][e]);
+        }
+    }
+    w->experts = (nbi_moe_experts){.gate = part[0], .up = part[1], .down = part[2], .layer = layer};
+    w->experts.shape = (nbi_moe_shape){.n_experts = c->n_experts, .top_k = c->top_k, .hidden = c->hidden,
+                                       .inter = c->moe_intermediate, .kind_gate_up = part[0]->kind, .kind_down = part[2]->kind};
+    NB_TRY(check_expert_kinds(&w->experts, err));
+    if (ld->opt->verify_scales) NB_TRY(check_experts(ld, &w->experts, err));
+    NB_TRY(choose_runner(ld, &w->experts.shape, err));
+    NB_TRY(m->runner->prepare(m->b, &w->prepared, &w->experts, err));
+    if (counted) m->expert_bytes_per_layer_sum += bytes / c->n_experts;
+    m->weight_bytes += bytes;
+    progress(ld, bytes);
+    return NB_OK;
+}
+
+static nb_status load_moe(loader *ld, nbi_moe_weights *w, uint32_t layer, bool counted, nb_error *err)
+{
+    const nbi_config *c = &ld->m->config;
+    NB_TRY(load_linear(ld, &w->router, "mlp.gate", c->n_experts, c->hidden, counted, err));
+    if (c->router_bias) NB_TRY(load_vector(ld, &w->router_bias, "mlp.gate.e_score_correction_bias", c->n_experts, err));
+    NB_TRY(load_experts(ld, w, layer, counted, err));
+    if (!c->n_shared) return NB_OK;
+    return load_mlp(ld, &w->shared, "mlp.shared_experts", c->moe_intermediate * c->n_shared, counted, err);
+}
+
+/* ---------------------------------------------------------------- layers and the whole */
+
+static nb_status load_layer(loader *ld, nbi_layer *layer, uint32_t index, nb_error *err)
+{
+    const nbi_config *c = &ld->m->config;
+    bool counted = index < c->n_layers;
+    snprintf(ld->prefix, sizeof ld->prefix, "model.layers.%u.", index);
+    layer->sparse = c->layer_sparse[index];
+    layer->full_indexer = c->has_indexer && c->layer_full_indexer[index];
+    NB_TRY(load_vector(ld, &layer->input_norm, "input_layernorm.weight", c->hidden, err));
+    NB_TRY(load_vector(ld, &layer->post_norm, "post_attention_layernorm.weight", c->hidden, err));
+    if (c->attention == NBI_ATTENTION_MLA) {
+        NB_TRY(load_mla(ld, &layer->mla, counted, err));
+    } else {
+        NB_TRY(load_gqa(ld, &layer->gqa, counted, err));
+    }
+    if (layer->full_indexer) NB_TRY(load_indexer(ld, &layer->indexer, counted, err));
+    if (layer->sparse) return load_moe(ld, &layer->moe, index, counted, err);
+    return load_mlp(ld, &layer->mlp, "mlp", c->intermediate, counted, err);
+}
+
+/* The MTP layer: a decoder layer plus its own norms and projection. Its copies of embedding and head, where a file has them, are those of
+ * the main model and stay unread. */
+static nb_status load_mtp(loader *ld, nb_error *err)
+{
+    nbi_model *m = ld->m;
+    const nbi_config *c = &m->config;
+    uint32_t hidden = c->hidden;
+    NB_TRY(load_layer(ld, &m->layers[c->n_layers], c->n_layers, err));
+    NB_TRY(load_vector(ld, &m->mtp.enorm, "enorm.weight", hidden, err));
+    NB_TRY(load_vector(ld, &m->mtp.hnorm, "hnorm.weight", hidden, err));
+    NB_TRY(load_vector(ld, &m->mtp.head_norm, "shared_head.norm.weight", hidden, err));
+    NB_TRY(load_linear(ld, &m->mtp.eh_proj, "eh_proj", hidden, 2 * hidden, false, err));
+    char full[NAME_MAX_BYTES];
+    nbi_checkpoint_find(m->ckpt, full_name(ld, full, "embed_tokens.weight"));
+    nbi_checkpoint_find(m->ckpt, full_name(ld, full, "shared_head.head.weight"));
+    return NB_OK;
+}
+
+/* The head: its own tensor when the file has one (also when the config says tied: the stored one is what the exporter wrote). */
+static nb_status load_head(loader *ld, nb_error *err)
+{
+    nbi_model *m = ld->m;
+    const nbi_config *c = &m->config;
+    bool stored = nbi_matrix_present(m->ckpt, "lm_head");
+    if (c->tied_head && !stored) {
+        m->head = m->embed;
+        m->non_expert_bytes += nbi_matrix_bytes(&m->embed->host);
+        m->non_expert_macs += (uint64_t)c->vocab * c->hidden;
+        return NB_OK;
+    }
+    if (c->tied_head) nbi_log(NB_LOG_WARN, "config says the head is tied, but lm_head.weight is stored: the stored head is used");
+    return load_linear(ld, &m->head, "lm_head", c->vocab, c->hidden, true, err);
+}
+
+static nb_status load_all(loader *ld, nb_error *err)
+{
+    nbi_model *m = ld->m;
+    const nbi_config *c = &m->config;
+    NB_TRY(load_linear(ld, &m->embed, "model.embed_tokens", c->vocab, c->hidden, false, err));
+    NB_TRY(load_head(ld, err));
+    NB_TRY(load_vector(ld, &m->final_norm, "model.norm.weight", c->hidden, err));
+    for (uint32_t l = 0; l < c->n_layers; l++) NB_TRY(load_layer(ld, &m->layers[l], l, err));
+    if (m->has_mtp) NB_TRY(load_mtp(ld, err));
+    return place_vectors(m, err);
+}
+
+nb_status nbi_model_load_weights(nbi_model *m, const nbi_model_options *opt, nb_error *err)
+{
+    loader ld = {.m = m, .opt = opt, .total_bytes = nbi_checkpoint_bytes(m->ckpt)};
+    if (opt->verify_scales) NB_TRY(nbi_pool_create(&ld.pool, 0, err));
+    nb_status st = load_all(&ld, err);
+    nbi_pool_destroy(&ld.pool);
+    return st;
+}
+
+/* ---------------------------------------------------------------- release */
+
+static void release_mlp(nbi_model *m, nbi_mlp_weights *w)
+{
+    nbi_weight **all[] = {&w->gate, &w->up, &w->down};
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++) m->b->ops->weight_release(m->b, all[i]);
+}
+
+static void release_layer(nbi_model *m, nbi_layer *l)
+{
+    nbi_weight **all[] = {&l->mla.q_a, &l->mla.q_b, &l->mla.kv_a, &l->mla.kv_b, &l->mla.o, &l->gqa.q, &l->gqa.k, &l->gqa.v,
+                          &l->gqa.o, &l->indexer.q, &l->indexer.k, &l->indexer.weights, &l->moe.router};
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++) m->b->ops->weight_release(m->b, all[i]);
+    release_mlp(m, &l->mlp);
+    release_mlp(m, &l->moe.shared);
+    if (l->moe.prepared) m->runner->release(m->b, &l->moe.prepared);
+}
+
+void nbi_model_release_weights(nbi_model *m)
+{
+    uint32_t n = m->layers ? m->n_layers + m->has_mtp : 0;
+    for (uint32_t l = 0; l < n; l++) release_layer(m, &m->layers[l]);
+    m->b->ops->weight_release(m->b, &m->mtp.eh_proj);
+    if (m->head != m->embed) m->b->ops->weight_release(m->b, &m->head);
+    m->b->ops->weight_release(m->b, &m->embed);
+    if (m->vectors) m->b->ops->release(m->b, m->vectors, m->vector_bytes);
+    nbi_free(m->slots);
+}
