@@ -1,0 +1,18 @@
+# make install: the program, the library with its header, the default model, manual pages.
+
+install(TARGETS nibble_shared LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR}
+        PUBLIC_HEADER DESTINATION ${CMAKE_INSTALL_INCLUDEDIR})
+if(TARGET nibble)
+    install(TARGETS nibble RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR})
+endif()
+
+configure_file(${PROJECT_SOURCE_DIR}/cmake/nibble.pc.in ${CMAKE_BINARY_DIR}/nibble.pc @ONLY)
+install(FILES ${CMAKE_BINARY_DIR}/nibble.pc DESTINATION ${CMAKE_INSTALL_LIBDIR}/pkgconfig)
+
+if(EXISTS ${PROJECT_SOURCE_DIR}/models/glm5-tiny/config.json)
+    install(DIRECTORY models/glm5-tiny DESTINATION ${CMAKE_INSTALL_DATADIR}/nibble/models)
+endif()
+file(GLOB man_pages CONFIGURE_DEPENDS ${PROJECT_SOURCE_DIR}/docs/man/*.1)
+if(man_pages)
+    install(FILES ${man_pages} DESTINATION ${CMAKE_INSTALL_MANDIR}/man1)
+endif()

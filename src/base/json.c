@@ -1,0 +1,263 @@
+/* JSON in (jansson, with limits) and JSON strings out. Called by loaders and servers.
+ *
+ * jansson allocates through nbi_malloc(), so that fault tests and the heap ban see it. */
+#include "base/json.h"
+
+#include <errno.h>
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/file.h"
+#include "base/utf8.h"
+
+/* Before main, because other threads may already use jansson when the first document is parsed. */
+__attribute__((constructor)) static void use_our_heap(void)
+{
+    json_set_alloc_funcs(nbi_malloc, nbi_free);
+}
+
+/* The end of the string that starts at text[i] == '"': index behind the closing quote, or n. */
+static size_t skip_string(const char *text, size_t i, size_t n)
+{
+    for (i++; i < n; i++) {
+        if (text[i] == '\\') {
+            i++;
+        } else if (text[i] == '"') {
+            return i + 1;
+        }
+    }
+    return n;
+}
+
+static bool is_number_char(char c)
+{
+    return (c >= '0' && c <= '9') || c == '+' || c == '-' || c == '.' || c == 'e' || c == 'E';
+}
+
+/* Is text[0, n) an integer that does not fit 64 bits? */
+static bool is_big_integer(const char *text, size_t n)
+{
+    char digits[32];
+    if (n < 19) return false;
+    for (size_t i = 0; i < n; i++) {
+        if (text[i] == '.' || text[i] == 'e' || text[i] == 'E') return false;
+    }
+    if (n >= sizeof digits) return true;
+    memcpy(digits, text, n);
+    digits[n] = '\0';
+    errno = 0;
+    (void)strtoll(digits, NULL, 10);
+    return errno == ERANGE;
+}
+
+/* One walk over the bytes before parsing: depth, and integers beyond 64 bits. Those are legal JSON
+ * and real (tokenizer configurations write 10^30 for "no limit") but jansson refuses them: `wide`,
+ * when not NULL, gets a copy where they are reals; *n_big counts them. */
+static nb_status scan(const char *text, size_t n, const char *name, nbi_buf *wide, size_t *n_big,
+                      nb_error *err)
+{
+    size_t depth = 0, copied = 0;
+    for (size_t i = 0; i < n;) {
+        char c = text[i];
+        if (c == '"') {
+            i = skip_string(text, i, n);
+            if (i > n) i = n;
+        } else if (c == '{' || c == '[') {
+            if (++depth > NBI_JSON_DEPTH) {
+                return nbi_fail(err, NB_INVALID,
+                                "%s: JSON nested deeper than %d levels at byte %zu", name,
+                                NBI_JSON_DEPTH, i);
+            }
+            i++;
+        } else if (c == '}' || c == ']') {
+            if (depth) depth--;
+            i++;
+        } else if (is_number_char(c)) {
+            size_t begin = i;
+            while (i < n && is_number_char(text[i])) i++;
+            if (!is_big_integer(text + begin, i - begin)) continue;
+            ++*n_big;
+            if (!wide) continue;
+            nb_status st = nbi_buf_add(wide, text + copied, i - copied);
+            if (st == NB_OK) st = nbi_buf_add(wide, ".0", 2);
+            if (st != NB_OK) return nbi_fail(err, st, "%s: %s", name, nb_status_text(st));
+            copied = i;
+        } else {
+            i++;
+        }
+    }
+    if (wide && nbi_buf_add(wide, text + copied, n - copied) != NB_OK) {
+        return nbi_fail(err, NB_NO_MEMORY, "%s: no memory to parse", name);
+    }
+    return NB_OK;
+}
+
+nb_status nbi_json_parse(json_t **out, const char *text, size_t n_bytes, const char *name,
+                         nb_error *err)
+{
+    size_t n_big = 0;
+    NB_TRY(scan(text, n_bytes, name, NULL, &n_big, err));
+    nbi_buf wide = {.max = SIZE_MAX};
+    if (n_big) {
+        nb_status st = scan(text, n_bytes, name, &wide, &n_big, err);
+        if (st != NB_OK) {
+            nbi_buf_free(&wide);
+            return st;
+        }
+        text = wide.data;
+        n_bytes = wide.len;
+    }
+    json_error_t error = {0};
+    json_t *root = json_loadb(text, n_bytes, JSON_REJECT_DUPLICATES | JSON_DECODE_ANY, &error);
+    nbi_buf_free(&wide);
+    if (!root) {
+        nb_status st =
+            json_error_code(&error) == json_error_out_of_memory ? NB_NO_MEMORY : NB_INVALID;
+        return nbi_fail(err, st, "%s: line %d, column %d: %s", name, error.line, error.column,
+                        error.text);
+    }
+    *out = root;
+    return NB_OK;
+}
+
+nb_status nbi_json_load(json_t **out, const char *path, size_t max_bytes, nb_error *err)
+{
+    char *text;
+    size_t n_bytes;
+    NB_TRY(nbi_file_read(&text, &n_bytes, path, max_bytes, err));
+    nb_status st = nbi_json_parse(out, text, n_bytes, path, err);
+    nbi_free(text);
+    return st;
+}
+
+static const char *type_name(const json_t *value)
+{
+    switch (json_typeof(value)) {
+    case JSON_OBJECT: return "an object";
+    case JSON_ARRAY: return "an array";
+    case JSON_STRING: return "a string";
+    case JSON_INTEGER: return "an integer";
+    case JSON_REAL: return "a number";
+    case JSON_TRUE:
+    case JSON_FALSE: return "a boolean";
+    case JSON_NULL: return "null";
+    }
+    return "unknown";
+}
+
+/* The member, or NULL when it is absent or null. */
+static const json_t *member(const json_t *obj, const char *key)
+{
+    const json_t *value = json_object_get(obj, key);
+    return json_is_null(value) ? NULL : value;
+}
+
+static nb_status wrong_type(nb_error *err, const json_t *value, const char *key, const char *name,
+                            const char *expected)
+{
+    return nbi_fail(err, NB_INVALID, "%s: \"%s\" is %s, expected %s", name, key, type_name(value),
+                    expected);
+}
+
+nb_status nbi_json_u32(uint32_t *out, const json_t *obj, const char *key, const char *name,
+                       nb_error *err)
+{
+    const json_t *value = member(obj, key);
+    if (!value) return NB_OK;
+    double number = json_number_value(value);
+    if (!json_is_number(value) || number != floor(number)) {
+        return wrong_type(err, value, key, name, "an integer");
+    }
+    if (number < 0 || number > UINT32_MAX) {
+        return nbi_fail(err, NB_INVALID, "%s: \"%s\" is %.17g, expected 0 to %u", name, key, number,
+                        UINT32_MAX);
+    }
+    *out = (uint32_t)number;
+    return NB_OK;
+}
+
+nb_status nbi_json_f64(double *out, const json_t *obj, const char *key, const char *name,
+                       nb_error *err)
+{
+    const json_t *value = member(obj, key);
+    if (!value) return NB_OK;
+    if (!json_is_number(value)) return wrong_type(err, value, key, name, "a number");
+    *out = json_number_value(value);
+    return NB_OK;
+}
+
+nb_status nbi_json_bool(bool *out, const json_t *obj, const char *key, const char *name,
+                        nb_error *err)
+{
+    const json_t *value = member(obj, key);
+    if (!value) return NB_OK;
+    if (!json_is_boolean(value)) return wrong_type(err, value, key, name, "a boolean");
+    *out = json_is_true(value);
+    return NB_OK;
+}
+
+nb_status nbi_json_str(const char **out, const json_t *obj, const char *key, const char *name,
+                       nb_error *err)
+{
+    const json_t *value = member(obj, key);
+    if (!value) return NB_OK;
+    if (!json_is_string(value)) return wrong_type(err, value, key, name, "a string");
+    *out = json_string_value(value);
+    return NB_OK;
+}
+
+/* The escape of a byte below 0x80 that needs one, in out[7]; NULL when it stands for itself. */
+static const char *escape(unsigned char c, char out[7])
+{
+    static const char hex[] = "0123456789abcdef";
+    switch (c) {
+    case '"': return "\\\"";
+    case '\\': return "\\\\";
+    case '\b': return "\\b";
+    case '\f': return "\\f";
+    case '\n': return "\\n";
+    case '\r': return "\\r";
+    case '\t': return "\\t";
+    default: break;
+    }
+    if (c >= 0x20) return NULL;
+    memcpy(out, "\\u00", 4);
+    out[4] = hex[c >> 4];
+    out[5] = hex[c & 15];
+    out[6] = '\0';
+    return out;
+}
+
+static nb_status quote_body(nbi_buf *buf, const char *s, size_t n)
+{
+    size_t done = 0;
+    NB_TRY(nbi_buf_add(buf, "\"", 1));
+    for (size_t i = 0; i < n;) {
+        uint32_t code;
+        char scratch[7];
+        size_t taken = nbi_utf8_next(s + i, n - i, &code);
+        const char *instead = code == NBI_UTF8_BAD ? "\xef\xbf\xbd"
+                              : code < 0x80        ? escape((unsigned char)code, scratch)
+                                                   : NULL;
+        if (instead) {
+            NB_TRY(nbi_buf_add(buf, s + done, i - done));
+            NB_TRY(nbi_buf_add(buf, instead, strlen(instead)));
+            done = i + taken;
+        }
+        i += taken;
+    }
+    NB_TRY(nbi_buf_add(buf, s + done, n - done));
+    return nbi_buf_add(buf, "\"", 1);
+}
+
+nb_status nbi_json_quote(nbi_buf *buf, const char *s, size_t n)
+{
+    size_t before = buf->len;
+    nb_status st = quote_body(buf, s, n);
+    if (st != NB_OK && buf->data) { /* unchanged on failure, like every addition */
+        buf->len = before;
+        buf->data[before] = '\0';
+    }
+    return st;
+}
