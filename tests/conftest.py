@@ -1,0 +1,26 @@
+"""Shared by all Python tests: which build is tested."""
+
+import pathlib
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+
+
+def pytest_addoption(parser):
+    parser.addoption("--build", default="build/release", help="build folder whose nibble is tested")
+
+
+@pytest.fixture(scope="session")
+def repo():
+    """Root of the source tree."""
+    return ROOT
+
+
+@pytest.fixture(scope="session")
+def nibble_bin(request):
+    """The program under test."""
+    path = ROOT / request.config.getoption("--build") / "nibble"
+    if not path.exists():
+        pytest.fail(f"{path} is not built")
+    return path
