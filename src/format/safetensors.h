@@ -39,12 +39,16 @@ const nbi_st_tensor *nbi_checkpoint_at(const nbi_checkpoint *checkpoint,
                                        size_t i); /* file order, then offset order */
 size_t nbi_checkpoint_files(const nbi_checkpoint *checkpoint);
 const char *nbi_checkpoint_file(const nbi_checkpoint *checkpoint, uint32_t file); /* base name */
-uint64_t nbi_checkpoint_bytes(const nbi_checkpoint *checkpoint); /* data of all tensors */
+const char *nbi_checkpoint_dir(const nbi_checkpoint *checkpoint); /* as given to open */
+uint64_t nbi_checkpoint_bytes(const nbi_checkpoint *checkpoint);  /* data of all tensors */
 
 /* NULL when absent. Marks the tensor used. O(1). */
 const nbi_st_tensor *nbi_checkpoint_find(nbi_checkpoint *checkpoint, const char *name);
 /* The same without marking. */
 const nbi_st_tensor *nbi_checkpoint_peek(const nbi_checkpoint *checkpoint, const char *name);
+/* First tensor at or behind `from` that was never found by nbi_checkpoint_find();
+ * nbi_checkpoint_count() when there is none. */
+size_t nbi_checkpoint_unused(const nbi_checkpoint *checkpoint, size_t from);
 
 /* Parses one header from memory (fuzzed). `n_bytes` is the whole file. Tensors are handed to `each`
  * in offset order. */
@@ -60,6 +64,11 @@ typedef struct nbi_st_writer nbi_st_writer;
  * renamed by nbi_st_writer_finish(): the output is complete or absent. */
 nb_status nbi_st_writer_create(nbi_st_writer **out, const char *dir, uint64_t shard_bytes,
                                nb_error *err);
+/* Keeps finished shards: each is renamed when it is complete, and an unfinished writer leaves them.
+ * Called once, behind the last nbi_st_writer_add(). *n_done tensors at the front are already there,
+ * in shards of exactly these names, shapes and sizes: data starts behind them. Whether their
+ * contents are still wanted is for the caller to know. */
+nb_status nbi_st_writer_resume(nbi_st_writer *writer, size_t *n_done, nb_error *err);
 /* Declares all tensors before the first nbi_st_writer_data(). */
 nb_status nbi_st_writer_add(nbi_st_writer *writer, const char *name, nbi_dtype dtype,
                             uint32_t n_dims, const uint64_t *shape, nb_error *err);

@@ -37,6 +37,10 @@ nb_status nbi_matrix_check(const nbi_matrix *m, nb_error *err);
 nb_status nbi_vector_load(const float **out, uint32_t *n_out, nbi_checkpoint *ckpt,
                           nbi_arena *arena, const char *name, uint32_t n, nb_error *err);
 
+/* Why a tensor that nothing reads is harmless (FP8 cache scales, rotary tables, ...): static text;
+ * NULL for a tensor that should have been read. For reports over nbi_checkpoint_unused(). */
+const char *nbi_tensor_note(const char *name);
+
 #ifdef __cplusplus
 }
 #endif

@@ -68,6 +68,9 @@ nb_status nbi_matrix_rows(nbi_matrix *out, const nbi_matrix *m, uint32_t begin, 
 nb_status nbi_nvfp4_quantize(const float *w, uint32_t rows, uint32_t cols, float amax,
                              uint8_t *codes, uint8_t *scales, float *global_scale, nb_error *err);
 
+/* Largest magnitude of w[n]; NB_INVALID naming the first value that is not finite. */
+nb_status nbi_nvfp4_amax(float *out, const float *w, uint64_t n, nb_error *err);
+
 /* Activation row to NVFP4 with a static input_scale: SF = e4m3(amax16 / (6 * input_scale)), code =
  * e2m1(x / (SF * input_scale)), 0 when SF is 0. Exact division throughout (not reciprocals).
  * codes[n/2], scales[n/16]; n a multiple of 16. */
