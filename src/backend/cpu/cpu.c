@@ -1,7 +1,7 @@
 /* The CPU backend: opening, memory, and the table of its operators.
  * Callers: backend.c; everything else goes through the table.
- * Invariants: one operator runs at a time (one caller thread), so all of them share the scratch that
- * `reserve` makes; no operator allocates. */
+ * Invariants: one operator runs at a time (one caller thread), so all of them share the scratch
+ * that `reserve` makes; no operator allocates. */
 #include <stdio.h>
 #include <string.h>
 

@@ -51,6 +51,7 @@ void nbi_cpu_index_select(nbi_backend *b, const nbi_index_select_args *a);
 size_t nbi_cpu_attention_workspace(const nbi_cpu *cpu, const nbi_limits *limits);
 
 /* ---- route.c, sample.c */
+#define NBI_CPU_EXPERTS_MAX 1024u /* n_experts of nbi_cpu_route at most */
 void nbi_cpu_route(nbi_backend *b, const nbi_route_args *a);
 void nbi_cpu_sample(nbi_backend *b, const nbi_sample_args *a);
 

@@ -1,0 +1,103 @@
+/* Inner loops of the CPU backend's attention, norms and sampler, one table per instruction level.
+ *
+ * Callers: elementwise.c, cpu_attend.c, mla.c, gqa.c, indexer.c, sample.c.
+ * Invariant: what a kernel writes for one output element is the same bits whatever the other
+ * elements of the call are (tile edges repeat a neighbour instead of changing the arithmetic), so
+ * drivers may cut rows, heads and positions as threads need.
+ *
+ * The reference table is plain C with double accumulators; the SIMD tables share one body
+ * (cpu_kernels_simd.h) compiled for 8 and 16 lanes. */
+#pragma once
+
+#include "backend/cpu/cpu_backend.h"
+#include "base/numfmt.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef struct nbi_cpu_kernels {
+    /* How many query rows of one sequence one attention item may take: 1 for the reference, whose
+     * `mix` rounds once per call. */
+    uint32_t max_group;
+
+    /* out[i * ldo + j] = scale * sum_c x[i * ldx + c] * rows[j][c]; c < n, i < n_x, j < n_rows.
+     * Rows are F32 or BF16 and may be unaligned. */
+    void (*dots)(float *out, size_t ldo, const float *x, size_t ldx, uint32_t n_x,
+                 const void *const *rows, nbi_dtype dtype, uint32_t n_rows, uint32_t n,
+                 float scale);
+
+    /* out[i * ldo + c] += sum_j p[i * ldp + j] * rows[j][c], j ascending. */
+    void (*mix)(float *out, size_t ldo, const float *p, size_t ldp, uint32_t n_p,
+                const void *const *rows, nbi_dtype dtype, uint32_t n_rows, uint32_t n);
+
+    /* Largest value; NaN is skipped; -inf for n = 0. */
+    float (*max)(const float *x, uint32_t n);
+
+    /* x[i] = exp(x[i] - max); returns their sum. */
+    float (*exp_sum)(float *x, uint32_t n, float max);
+
+    /* Sum of exp(x[i] - max) in double; x is left alone. */
+    double (*log_sum)(const float *x, uint32_t n, float max);
+
+    /* out[i] = exp((x[i] - max) * scale). */
+    void (*exp_to)(float *out, const float *x, uint32_t n, float scale, float max);
+
+    /* acc[i] += w * max(s[i], 0) */
+    void (*relu_add)(float *acc, const float *s, uint32_t n, float w);
+
+    /* x += delta when given; returns the sum of squares of the new x. */
+    float (*add_squares)(float *x, const float *delta, uint32_t n);
+
+    /* out = x * scale * weight */
+    void (*scale_weight)(float *out, const float *x, const float *weight, float scale, uint32_t n);
+
+    /* out = gate / (1 + exp(-gate)) * up */
+    void (*swiglu)(float *out, const float *gate, const float *up, uint32_t n);
+} nbi_cpu_kernels;
+
+extern const nbi_cpu_kernels nbi_cpu_kernels_reference;
+
+static inline const nbi_cpu_kernels *nbi_cpu_kernels_of(nbi_cpu_level level)
+{
+    (void)level;
+    return &nbi_cpu_kernels_reference;
+}
+
+#define NBI_CPU_ROPE_MAX 512u /* rotated values of a shared key, kept on the stack */
+
+/* ---- small pieces shared by the append operators */
+
+/* Rotates x[0 .. rope->dim) in place with the angles of row t. */
+static inline void nbi_cpu_rotate(float *x, const nbi_rope_rows *rope, uint32_t t)
+{
+    const uint32_t half = rope->dim / 2;
+    const float *cs = rope->cos + (size_t)t * half, *sn = rope->sin + (size_t)t * half;
+    const uint32_t step = rope->interleaved ? 2 : 1, other = rope->interleaved ? 1 : half;
+    for (uint32_t i = 0; i < half; i++) {
+        const float u = x[i * step], v = x[i * step + other];
+        x[i * step] = u * cs[i] - v * sn[i];
+        x[i * step + other] = u * sn[i] + v * cs[i];
+    }
+}
+
+/* n floats to cache type. */
+static inline void nbi_cpu_store(void *dst, nbi_dtype dtype, const float *x, uint32_t n)
+{
+    if (dtype == NBI_F32) {
+        memcpy(dst, x, n * sizeof *x);
+        return;
+    }
+    uint16_t *h = dst;
+    for (uint32_t i = 0; i < n; i++) h[i] = nbi_f32_bf16(x[i]);
+}
+
+/* Page of position p of sequence s. */
+static inline size_t nbi_cpu_page(const nbi_batch *b, uint32_t s, uint32_t p)
+{
+    return (size_t)b->page_table[(size_t)s * b->page_stride + p / NBI_PAGE_TOKENS];
+}
+
+#ifdef __cplusplus
+}
+#endif
