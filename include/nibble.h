@@ -154,6 +154,7 @@ typedef struct nb_engine_stats {
     uint64_t kv_tokens_used;
     uint64_t n_steps, prompt_tokens, generated_tokens;
     uint64_t requests_finished, requests_failed, requests_cancelled;
+    uint64_t preemptions; /* requests put back into the queue for want of pages */
 } nb_engine_stats;
 
 void nb_engine_get_stats(nb_engine *engine, nb_engine_stats *stats);

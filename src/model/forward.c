@@ -1,6 +1,8 @@
-/* The forward pass: a list of operator calls, the same for every family and device. Called by nbi_model_forward() once per step.
+/* The forward pass: a list of operator calls, the same for every family and device. Called by
+ * nbi_model_forward() once per step.
  *
- * Naming: x is the residual stream, delta what the last block added and nobody has added to x yet (the next norm does, in one pass). */
+ * Naming: x is the residual stream, delta what the last block added and nobody has added to x yet
+ * (the next norm does, in one pass). */
 #include "model/layer.h"
 
 /* ---------------------------------------------------------------- workspace */
@@ -16,7 +18,8 @@ static size_t carve(nbi_workspace *ws, const nbi_model *m, uint32_t T, uint32_t 
     const nbi_config *c = &m->config;
     size_t act = nbi_dtype_bits(m->b->act_dtype) / 8, f32 = sizeof(float), i32 = sizeof(int32_t);
     bool mla = c->attention == NBI_ATTENTION_MLA;
-    size_t qk = mla ? (size_t)c->nope_dim + c->rope_dim : c->head_dim, v = mla ? c->v_dim : c->head_dim;
+    size_t qk = mla ? (size_t)c->nope_dim + c->rope_dim : c->head_dim,
+           v = mla ? c->v_dim : c->head_dim;
     size_t kv = mla ? (size_t)c->kv_lora + c->rope_dim : (size_t)c->n_kv_heads * c->head_dim;
     size_t mlp = max_size(c->intermediate, (size_t)c->moe_intermediate * c->n_shared);
     const nbi_moe_shape *shape = NULL;
@@ -59,16 +62,29 @@ static size_t carve(nbi_workspace *ws, const nbi_model *m, uint32_t T, uint32_t 
     return plan.bytes;
 }
 
-static nbi_limits limits_of(const nbi_model *m, uint32_t max_rows, uint32_t max_seqs, uint32_t max_logit_rows, uint32_t max_context)
+static nbi_limits limits_of(const nbi_model *m, uint32_t max_rows, uint32_t max_seqs,
+                            uint32_t max_logit_rows, uint32_t max_context)
 {
     const nbi_config *c = &m->config;
-    nbi_limits lim = {.max_rows = max_rows, .max_seqs = max_seqs, .max_context = max_context, .max_logit_rows = max_logit_rows,
-                      .n_heads = c->n_heads, .n_kv_heads = c->n_kv_heads, .head_dim = c->head_dim, .kv_lora = c->kv_lora,
-                      .rope_dim = c->rope_dim, .nope_dim = c->nope_dim, .v_dim = c->v_dim, .index_heads = c->index_heads,
-                      .index_dim = c->index_dim, .index_topk = c->index_topk, .vocab = c->vocab};
+    nbi_limits lim = {.max_rows = max_rows,
+                      .max_seqs = max_seqs,
+                      .max_context = max_context,
+                      .max_logit_rows = max_logit_rows,
+                      .n_heads = c->n_heads,
+                      .n_kv_heads = c->n_kv_heads,
+                      .head_dim = c->head_dim,
+                      .kv_lora = c->kv_lora,
+                      .rope_dim = c->rope_dim,
+                      .nope_dim = c->nope_dim,
+                      .v_dim = c->v_dim,
+                      .index_heads = c->index_heads,
+                      .index_dim = c->index_dim,
+                      .index_topk = c->index_topk,
+                      .vocab = c->vocab};
     uint32_t heads_v = c->n_heads * (c->attention == NBI_ATTENTION_MLA ? c->v_dim : c->head_dim);
-    const uint32_t sides[] = {c->hidden, 2 * c->hidden, c->q_lora, c->kv_lora, heads_v, c->intermediate,
-                              c->moe_intermediate, c->moe_intermediate * c->n_shared};
+    const uint32_t sides[] = {
+        c->hidden, 2 * c->hidden,   c->q_lora,           c->kv_lora,
+        heads_v,   c->intermediate, c->moe_intermediate, c->moe_intermediate * c->n_shared};
     for (size_t i = 0; i < sizeof sides / sizeof *sides; i++) {
         if (sides[i] > lim.max_linear_cols) lim.max_linear_cols = sides[i];
     }
@@ -76,23 +92,24 @@ static nbi_limits limits_of(const nbi_model *m, uint32_t max_rows, uint32_t max_
     return lim;
 }
 
-size_t nbi_model_workspace_bytes(const nbi_model *m, uint32_t max_rows, uint32_t max_seqs, uint32_t max_logit_rows,
-                                 uint32_t max_context)
+size_t nbi_model_workspace_bytes(const nbi_model *m, uint32_t max_rows, uint32_t max_seqs,
+                                 uint32_t max_logit_rows, uint32_t max_context)
 {
     nbi_workspace ws = {0};
     nbi_limits lim = limits_of(m, max_rows, max_seqs, max_logit_rows, max_context);
     return carve(&ws, m, max_rows, max_logit_rows, NULL) + m->b->ops->workspace_bytes(m->b, &lim);
 }
 
-nb_status nbi_model_reserve(nbi_model *m, uint32_t max_rows, uint32_t max_seqs, uint32_t max_logit_rows, uint32_t max_context,
-                            nb_error *err)
+nb_status nbi_model_reserve(nbi_model *m, uint32_t max_rows, uint32_t max_seqs,
+                            uint32_t max_logit_rows, uint32_t max_context, nb_error *err)
 {
     NB_ASSERT(!m->ws.block);
     nbi_limits lim = limits_of(m, max_rows, max_seqs, max_logit_rows, max_context);
     NB_TRY(m->b->ops->reserve(m->b, &lim, err));
     m->ws.bytes = carve(&m->ws, m, max_rows, max_logit_rows, NULL);
     m->ws.block = m->b->ops->alloc(m->b, m->ws.bytes);
-    if (!m->ws.block) return nbi_fail(err, NB_NO_MEMORY, "workspace: cannot reserve %zu bytes", m->ws.bytes);
+    if (!m->ws.block)
+        return nbi_fail(err, NB_NO_MEMORY, "workspace: cannot reserve %zu bytes", m->ws.bytes);
     carve(&m->ws, m, max_rows, max_logit_rows, m->ws.block);
     m->ws.max_rows = max_rows;
     m->ws.max_logit_rows = max_logit_rows;
@@ -111,10 +128,18 @@ typedef struct step {
     bool has_delta;
 } step;
 
-static void linear_f(step *s, void *y, const void *x, const nbi_weight *w, const float *bias, bool f32)
+static void linear_f(step *s, void *y, const void *x, const nbi_weight *w, const float *bias,
+                     bool f32)
 {
-    s->b->ops->linear(s->b, &(nbi_linear_args){.y = y, .x = x, .w = w, .bias = bias, .n_rows = s->batch->n_rows,
-                                               .x_stride = w->host.cols, .y_stride = w->host.rows, .y_f32 = f32, .x_exact = f32});
+    s->b->ops->linear(s->b, &(nbi_linear_args){.y = y,
+                                               .x = x,
+                                               .w = w,
+                                               .bias = bias,
+                                               .n_rows = s->batch->n_rows,
+                                               .x_stride = w->host.cols,
+                                               .y_stride = w->host.rows,
+                                               .y_f32 = f32,
+                                               .x_exact = f32});
 }
 
 static void linear(step *s, void *y, const void *x, const nbi_weight *w, const float *bias)
@@ -126,9 +151,17 @@ static void linear(step *s, void *y, const void *x, const nbi_weight *w, const f
 static void residual_norm(step *s, const float *weight, uint32_t layer, nbi_where where)
 {
     uint32_t H = s->c->hidden;
-    s->b->ops->rmsnorm(s->b, &(nbi_rmsnorm_args){.out = s->ws->xn, .x = s->ws->x, .delta = s->has_delta ? s->ws->delta : NULL,
-                                                 .weight = weight, .eps = s->c->norm_eps, .n_rows = s->batch->n_rows, .width = H,
-                                                 .x_stride = H, .out_stride = H, .row_fault = s->batch->row_fault, .layer = layer,
+    s->b->ops->rmsnorm(s->b, &(nbi_rmsnorm_args){.out = s->ws->xn,
+                                                 .x = s->ws->x,
+                                                 .delta = s->has_delta ? s->ws->delta : NULL,
+                                                 .weight = weight,
+                                                 .eps = s->c->norm_eps,
+                                                 .n_rows = s->batch->n_rows,
+                                                 .width = H,
+                                                 .x_stride = H,
+                                                 .out_stride = H,
+                                                 .row_fault = s->batch->row_fault,
+                                                 .layer = layer,
                                                  .where = where});
     s->has_delta = true; /* every norm is followed by a block that writes delta */
 }
@@ -137,28 +170,46 @@ static void mlp(step *s, void *out, const void *x, const nbi_mlp_weights *w)
 {
     linear(s, s->ws->gate, x, w->gate, NULL);
     linear(s, s->ws->up, x, w->up, NULL);
-    s->b->ops->swiglu(s->b, &(nbi_swiglu_args){.out = s->ws->gate, .gate = s->ws->gate, .up = s->ws->up, .n_rows = s->batch->n_rows,
-                                               .width = w->inter, .in_stride = w->inter, .out_stride = w->inter});
+    s->b->ops->swiglu(s->b, &(nbi_swiglu_args){.out = s->ws->gate,
+                                               .gate = s->ws->gate,
+                                               .up = s->ws->up,
+                                               .n_rows = s->batch->n_rows,
+                                               .width = w->inter,
+                                               .in_stride = w->inter,
+                                               .out_stride = w->inter});
     linear(s, out, s->ws->gate, w->down, NULL);
 }
 
 /* ---------------------------------------------------------------- attention */
 
-/* Writes the layer's indexer key and, for every row, the positions its attention may see. `q_in` is the normed q latent. */
-static void index_positions(step *s, const nbi_indexer_weights *w, const nbi_kv_layer *cache, const void *q_in)
+/* Writes the layer's indexer key and, for every row, the positions its attention may see. `q_in` is
+ * the normed q latent. */
+static void index_positions(step *s, const nbi_indexer_weights *w, const nbi_kv_layer *cache,
+                            const void *q_in)
 {
     const nbi_config *c = s->c;
     nbi_workspace *ws = s->ws;
     linear(s, ws->index_k, ws->xn, w->k, NULL);
-    s->b->ops->index_append(s->b, &(nbi_index_append_args){.k = ws->index_k, .norm_weight = w->k_norm, .norm_bias = w->k_norm_bias,
-                                                           .eps = c->index_norm_eps, .index_dim = c->index_dim,
-                                                           .rope = &s->index_rope, .cache = cache, .batch = s->batch});
-    if (s->batch->max_len <= c->index_topk) return; /* every position is selected: attention needs no list */
+    s->b->ops->index_append(s->b, &(nbi_index_append_args){.k = ws->index_k,
+                                                           .norm_weight = w->k_norm,
+                                                           .norm_bias = w->k_norm_bias,
+                                                           .eps = c->index_norm_eps,
+                                                           .index_dim = c->index_dim,
+                                                           .rope = &s->index_rope,
+                                                           .cache = cache,
+                                                           .batch = s->batch});
+    if (s->batch->max_len <= c->index_topk)
+        return; /* every position is selected: attention needs no list */
     linear(s, ws->index_q, q_in, w->q, NULL);
     linear_f(s, ws->index_w, ws->xn, w->weights, NULL, true);
-    s->b->ops->index_select(s->b, &(nbi_index_select_args){.select = ws->select, .q = ws->index_q, .w = ws->index_w,
-                                                           .n_heads = c->index_heads, .index_dim = c->index_dim,
-                                                           .topk = c->index_topk, .rope = &s->index_rope, .cache = cache,
+    s->b->ops->index_select(s->b, &(nbi_index_select_args){.select = ws->select,
+                                                           .q = ws->index_q,
+                                                           .w = ws->index_w,
+                                                           .n_heads = c->index_heads,
+                                                           .index_dim = c->index_dim,
+                                                           .topk = c->index_topk,
+                                                           .rope = &s->index_rope,
+                                                           .cache = cache,
                                                            .batch = s->batch});
 }
 
@@ -170,23 +221,44 @@ static void mla(step *s, const nbi_layer *layer, const nbi_kv_layer *cache)
     const void *q_in = ws->xn;
     if (w->q_a) {
         linear(s, ws->q_a, ws->xn, w->q_a, w->q_a_bias);
-        s->b->ops->rmsnorm(s->b, &(nbi_rmsnorm_args){.out = ws->q_a, .x = ws->q_a, .weight = w->q_a_norm, .eps = c->latent_norm_eps,
-                                                     .n_rows = s->batch->n_rows, .width = c->q_lora, .x_stride = c->q_lora,
+        s->b->ops->rmsnorm(s->b, &(nbi_rmsnorm_args){.out = ws->q_a,
+                                                     .x = ws->q_a,
+                                                     .weight = w->q_a_norm,
+                                                     .eps = c->latent_norm_eps,
+                                                     .n_rows = s->batch->n_rows,
+                                                     .width = c->q_lora,
+                                                     .x_stride = c->q_lora,
                                                      .out_stride = c->q_lora});
         q_in = ws->q_a;
     }
     linear(s, ws->q, q_in, w->q_b, NULL);
     linear(s, ws->kv, ws->xn, w->kv_a, w->kv_a_bias);
-    s->b->ops->mla_append(s->b, &(nbi_mla_append_args){.q = ws->q, .kv = ws->kv, .kv_norm = w->kv_a_norm, .eps = c->latent_norm_eps,
-                                                       .n_heads = c->n_heads, .nope_dim = c->nope_dim, .rope_dim = c->rope_dim,
-                                                       .kv_lora = c->kv_lora, .kv_stride = c->kv_lora + c->rope_dim,
-                                                       .rope = &s->rope, .cache = cache, .batch = s->batch});
+    s->b->ops->mla_append(s->b, &(nbi_mla_append_args){.q = ws->q,
+                                                       .kv = ws->kv,
+                                                       .kv_norm = w->kv_a_norm,
+                                                       .eps = c->latent_norm_eps,
+                                                       .n_heads = c->n_heads,
+                                                       .nope_dim = c->nope_dim,
+                                                       .rope_dim = c->rope_dim,
+                                                       .kv_lora = c->kv_lora,
+                                                       .kv_stride = c->kv_lora + c->rope_dim,
+                                                       .rope = &s->rope,
+                                                       .cache = cache,
+                                                       .batch = s->batch});
     if (layer->full_indexer) index_positions(s, &layer->indexer, cache, q_in);
     bool sparse = c->has_indexer && s->batch->max_len > c->index_topk;
-    s->b->ops->mla_attend(s->b, &(nbi_mla_attend_args){.out = ws->attn, .q = ws->q, .kv_b = w->kv_b, .n_heads = c->n_heads,
-                                                       .nope_dim = c->nope_dim, .rope_dim = c->rope_dim, .kv_lora = c->kv_lora,
-                                                       .v_dim = c->v_dim, .scale = c->softmax_scale, .cache = cache,
-                                                       .select = sparse ? ws->select : NULL, .select_stride = c->index_topk,
+    s->b->ops->mla_attend(s->b, &(nbi_mla_attend_args){.out = ws->attn,
+                                                       .q = ws->q,
+                                                       .kv_b = w->kv_b,
+                                                       .n_heads = c->n_heads,
+                                                       .nope_dim = c->nope_dim,
+                                                       .rope_dim = c->rope_dim,
+                                                       .kv_lora = c->kv_lora,
+                                                       .v_dim = c->v_dim,
+                                                       .scale = c->softmax_scale,
+                                                       .cache = cache,
+                                                       .select = sparse ? ws->select : NULL,
+                                                       .select_stride = c->index_topk,
                                                        .batch = s->batch});
     linear(s, ws->delta, ws->attn, w->o, w->o_bias);
 }
@@ -199,12 +271,26 @@ static void gqa(step *s, const nbi_layer *layer, const nbi_kv_layer *cache)
     linear(s, ws->q, ws->xn, w->q, w->q_bias);
     linear(s, ws->kv, ws->xn, w->k, w->k_bias);
     linear(s, ws->v, ws->xn, w->v, w->v_bias);
-    s->b->ops->gqa_append(s->b, &(nbi_gqa_append_args){.q = ws->q, .k = ws->kv, .v = ws->v, .q_norm = w->q_norm, .k_norm = w->k_norm,
-                                                       .eps = c->norm_eps, .n_heads = c->n_heads, .n_kv_heads = c->n_kv_heads,
-                                                       .head_dim = c->head_dim, .rope = &s->rope, .cache = cache, .batch = s->batch});
-    s->b->ops->gqa_attend(s->b, &(nbi_gqa_attend_args){.out = ws->attn, .q = ws->q, .n_heads = c->n_heads,
-                                                       .n_kv_heads = c->n_kv_heads, .head_dim = c->head_dim,
-                                                       .scale = c->softmax_scale, .cache = cache, .batch = s->batch});
+    s->b->ops->gqa_append(s->b, &(nbi_gqa_append_args){.q = ws->q,
+                                                       .k = ws->kv,
+                                                       .v = ws->v,
+                                                       .q_norm = w->q_norm,
+                                                       .k_norm = w->k_norm,
+                                                       .eps = c->norm_eps,
+                                                       .n_heads = c->n_heads,
+                                                       .n_kv_heads = c->n_kv_heads,
+                                                       .head_dim = c->head_dim,
+                                                       .rope = &s->rope,
+                                                       .cache = cache,
+                                                       .batch = s->batch});
+    s->b->ops->gqa_attend(s->b, &(nbi_gqa_attend_args){.out = ws->attn,
+                                                       .q = ws->q,
+                                                       .n_heads = c->n_heads,
+                                                       .n_kv_heads = c->n_kv_heads,
+                                                       .head_dim = c->head_dim,
+                                                       .scale = c->softmax_scale,
+                                                       .cache = cache,
+                                                       .batch = s->batch});
     linear(s, ws->delta, ws->attn, w->o, w->o_bias);
 }
 
@@ -216,16 +302,29 @@ static void moe(step *s, const nbi_moe_weights *w)
     nbi_workspace *ws = s->ws;
     uint32_t T = s->batch->n_rows;
     linear_f(s, ws->router_logits, ws->xn, w->router, NULL, true);
-    s->b->ops->route(s->b, &(nbi_route_args){.ids = ws->expert_ids, .weights = ws->expert_weights, .logits = ws->router_logits,
-                                             .bias = w->router_bias, .n_rows = T, .n_experts = c->n_experts, .top_k = c->top_k,
-                                             .n_group = c->n_group, .topk_group = c->topk_group,
-                                             .softmax = c->scoring == NBI_SCORING_SOFTMAX, .norm_topk = c->norm_topk,
+    s->b->ops->route(s->b, &(nbi_route_args){.ids = ws->expert_ids,
+                                             .weights = ws->expert_weights,
+                                             .logits = ws->router_logits,
+                                             .bias = w->router_bias,
+                                             .n_rows = T,
+                                             .n_experts = c->n_experts,
+                                             .top_k = c->top_k,
+                                             .n_group = c->n_group,
+                                             .topk_group = c->topk_group,
+                                             .softmax = c->scoring == NBI_SCORING_SOFTMAX,
+                                             .norm_topk = c->norm_topk,
                                              .routed_scale = c->routed_scale});
-    s->m->runner->run(s->b, w->prepared, &(nbi_moe_args){.out = ws->delta, .x = ws->xn, .ids = ws->expert_ids,
-                                                         .weights = ws->expert_weights, .n_rows = T, .workspace = ws->moe});
+    s->m->runner->run(s->b, w->prepared,
+                      &(nbi_moe_args){.out = ws->delta,
+                                      .x = ws->xn,
+                                      .ids = ws->expert_ids,
+                                      .weights = ws->expert_weights,
+                                      .n_rows = T,
+                                      .workspace = ws->moe});
     if (!w->shared.inter) return;
     mlp(s, ws->shared, ws->xn, &w->shared);
-    s->b->ops->add(s->b, &(nbi_add_args){.x = ws->delta, .y = ws->shared, .n = (size_t)T * c->hidden});
+    s->b->ops->add(s->b,
+                   &(nbi_add_args){.x = ws->delta, .y = ws->shared, .n = (size_t)T * c->hidden});
 }
 
 /* ---------------------------------------------------------------- the pass */
@@ -249,11 +348,17 @@ static void decoder_layer(step *s, uint32_t index, const nbi_kv_layer *cache)
 
 static void embed_rows(step *s)
 {
-    s->b->ops->embed(s->b, &(nbi_embed_args){.out = s->ws->x, .table = s->m->embed, .batch = s->batch});
+    s->b->ops->embed(s->b,
+                     &(nbi_embed_args){.out = s->ws->x, .table = s->m->embed, .batch = s->batch});
     const nbi_rope_config *r = &s->c->rope;
-    s->b->ops->rope_table(s->b, &(nbi_rope_table_args){.cos = s->ws->cos, .sin = s->ws->sin, .inv_freq = s->m->inv_freq, .dim = r->dim,
-                                                       .factor = (float)r->attention_factor, .batch = s->batch});
-    s->rope = (nbi_rope_rows){.cos = s->ws->cos, .sin = s->ws->sin, .dim = r->dim, .interleaved = r->interleaved};
+    s->b->ops->rope_table(s->b, &(nbi_rope_table_args){.cos = s->ws->cos,
+                                                       .sin = s->ws->sin,
+                                                       .inv_freq = s->m->inv_freq,
+                                                       .dim = r->dim,
+                                                       .factor = (float)r->attention_factor,
+                                                       .batch = s->batch});
+    s->rope = (nbi_rope_rows){
+        .cos = s->ws->cos, .sin = s->ws->sin, .dim = r->dim, .interleaved = r->interleaved};
     s->index_rope = s->rope;
     s->index_rope.interleaved = s->c->index_interleaved;
 }
@@ -264,14 +369,24 @@ static void head_rows(step *s)
     residual_norm(s, m->final_norm, m->n_layers, NBI_WHERE_FINAL_NORM);
     uint32_t R = s->batch->n_logit_rows, H = s->c->hidden;
     if (!R) return;
-    s->b->ops->gather(s->b, &(nbi_gather_args){.out = s->ws->last, .x = s->ws->xn, .rows = s->batch->logit_rows, .n = R, .width = H});
-    s->b->ops->linear(s->b, &(nbi_linear_args){.y = s->ws->logits, .x = s->ws->last, .w = m->head, .n_rows = R, .x_stride = H,
-                                               .y_stride = s->c->vocab, .y_f32 = true});
+    s->b->ops->gather(
+        s->b,
+        &(nbi_gather_args){
+            .out = s->ws->last, .x = s->ws->xn, .rows = s->batch->logit_rows, .n = R, .width = H});
+    s->b->ops->linear(s->b, &(nbi_linear_args){.y = s->ws->logits,
+                                               .x = s->ws->last,
+                                               .w = m->head,
+                                               .n_rows = R,
+                                               .x_stride = H,
+                                               .y_stride = s->c->vocab,
+                                               .y_f32 = true});
 }
 
-nb_status nbi_model_forward(nbi_model *m, nbi_kv *kv, const nbi_batch *batch, float **logits, nb_error *err)
+nb_status nbi_model_forward(nbi_model *m, nbi_kv *kv, const nbi_batch *batch, float **logits,
+                            nb_error *err)
 {
-    NB_ASSERT(m->ws.block && batch->n_rows <= m->ws.max_rows && batch->n_logit_rows <= m->ws.max_logit_rows);
+    NB_ASSERT(m->ws.block && batch->n_rows <= m->ws.max_rows &&
+              batch->n_logit_rows <= m->ws.max_logit_rows);
     step s = {.m = m, .b = m->b, .c = &m->config, .ws = &m->ws, .batch = batch};
     embed_rows(&s);
     for (uint32_t l = 0; l < m->n_layers; l++) decoder_layer(&s, l, &kv->layers[l]);

@@ -6,7 +6,8 @@ static size_t dtype_bytes(nbi_dtype dtype)
     return nbi_dtype_bits(dtype) / 8;
 }
 
-/* Values of one token in one layer: cache proper, and indexer key where the layer owns an indexer. */
+/* Values of one token in one layer: cache proper, and indexer key where the layer owns an indexer.
+ */
 static size_t layer_values(const nbi_config *c, uint32_t layer, size_t *index)
 {
     *index = c->has_indexer && c->layer_full_indexer[layer] ? c->index_dim : 0;
@@ -53,17 +54,20 @@ static size_t carve(nbi_kv *kv, const nbi_config *c, char *base)
     return plan.bytes;
 }
 
-nb_status nbi_kv_create(nbi_kv *out, nbi_backend *b, const nbi_config *c, nbi_dtype dtype, uint32_t n_pages, nb_error *err)
+nb_status nbi_kv_create(nbi_kv *out, nbi_backend *b, const nbi_config *c, nbi_dtype dtype,
+                        uint32_t n_pages, nb_error *err)
 {
     nbi_kv kv = {.dtype = dtype, .n_pages = n_pages, .n_layers = layer_count(c)};
     kv.layers = nbi_calloc(kv.n_layers, sizeof *kv.layers);
-    if (!kv.layers) return nbi_fail(err, NB_NO_MEMORY, "KV cache: no memory for %u layer entries", kv.n_layers);
+    if (!kv.layers)
+        return nbi_fail(err, NB_NO_MEMORY, "KV cache: no memory for %u layer entries", kv.n_layers);
     kv.bytes = carve(&kv, c, NULL);
     kv.memory = b->ops->alloc(b, kv.bytes);
     if (!kv.memory) {
         nbi_free(kv.layers);
-        return nbi_fail(err, NB_NO_MEMORY, "KV cache: cannot reserve %zu bytes for %u pages of %u tokens", kv.bytes, n_pages,
-                        NBI_PAGE_TOKENS);
+        return nbi_fail(err, NB_NO_MEMORY,
+                        "KV cache: cannot reserve %zu bytes for %u pages of %u tokens", kv.bytes,
+                        n_pages, NBI_PAGE_TOKENS);
     }
     carve(&kv, c, kv.memory);
     *out = kv;

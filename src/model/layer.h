@@ -1,4 +1,5 @@
-/* Inside of a model: the layer description that loading fills and forward walks. Private to src/model. */
+/* Inside of a model: the layer description that loading fills and forward walks. Private to
+ * src/model. */
 #pragma once
 
 #include "model/model.h"
@@ -9,41 +10,41 @@ extern "C" {
 
 /* Multi-head latent attention; with q_lora 0 only q_b is set and it is q_proj. */
 typedef struct nbi_mla_weights {
-    nbi_weight *q_a;           /* [q_lora, H] */
-    nbi_weight *q_b;           /* [heads * (nope + rope), q_lora or H] */
-    nbi_weight *kv_a;          /* [kv_lora + rope, H] */
-    nbi_weight *kv_b;          /* [heads * (nope + v), kv_lora] */
-    nbi_weight *o;             /* [H, heads * v] */
-    const float *q_a_norm;     /* [q_lora] */
-    const float *kv_a_norm;    /* [kv_lora] */
+    nbi_weight *q_a;                            /* [q_lora, H] */
+    nbi_weight *q_b;                            /* [heads * (nope + rope), q_lora or H] */
+    nbi_weight *kv_a;                           /* [kv_lora + rope, H] */
+    nbi_weight *kv_b;                           /* [heads * (nope + v), kv_lora] */
+    nbi_weight *o;                              /* [H, heads * v] */
+    const float *q_a_norm;                      /* [q_lora] */
+    const float *kv_a_norm;                     /* [kv_lora] */
     const float *q_a_bias, *kv_a_bias, *o_bias; /* or NULL */
 } nbi_mla_weights;
 
 typedef struct nbi_gqa_weights {
-    nbi_weight *q, *k, *v;     /* [heads * d, H], [kv_heads * d, H] twice */
-    nbi_weight *o;             /* [H, heads * d] */
+    nbi_weight *q, *k, *v;                          /* [heads * d, H], [kv_heads * d, H] twice */
+    nbi_weight *o;                                  /* [H, heads * d] */
     const float *q_bias, *k_bias, *v_bias, *o_bias; /* or NULL */
-    const float *q_norm, *k_norm;          /* [d] or NULL */
+    const float *q_norm, *k_norm;                   /* [d] or NULL */
 } nbi_gqa_weights;
 
 typedef struct nbi_indexer_weights {
-    nbi_weight *q;             /* wq_b [index_heads * index_dim, q_lora] */
-    nbi_weight *k;             /* wk [index_dim, H] */
-    nbi_weight *weights;       /* weights_proj [index_heads, H] */
+    nbi_weight *q;                     /* wq_b [index_heads * index_dim, q_lora] */
+    nbi_weight *k;                     /* wk [index_dim, H] */
+    nbi_weight *weights;               /* weights_proj [index_heads, H] */
     const float *k_norm, *k_norm_bias; /* [index_dim] */
 } nbi_indexer_weights;
 
 typedef struct nbi_mlp_weights {
-    nbi_weight *gate, *up;     /* [I, H] */
-    nbi_weight *down;          /* [H, I] */
-    uint32_t inter;            /* I; 0: there is none */
+    nbi_weight *gate, *up; /* [I, H] */
+    nbi_weight *down;      /* [H, I] */
+    uint32_t inter;        /* I; 0: there is none */
 } nbi_mlp_weights;
 
 typedef struct nbi_moe_weights {
-    nbi_weight *router;        /* [E, H] */
-    const float *router_bias;  /* [E] or NULL */
-    nbi_moe_experts experts;   /* canonical views, [E] each */
-    nbi_moe_layer *prepared;   /* of the runner */
+    nbi_weight *router;       /* [E, H] */
+    const float *router_bias; /* [E] or NULL */
+    nbi_moe_experts experts;  /* canonical views, [E] each */
+    nbi_moe_layer *prepared;  /* of the runner */
     nbi_mlp_weights shared;
 } nbi_moe_weights;
 
@@ -53,14 +54,14 @@ typedef struct nbi_layer {
     nbi_mla_weights mla;
     nbi_gqa_weights gqa;
     nbi_indexer_weights indexer;
-    nbi_mlp_weights mlp;       /* dense layers */
-    nbi_moe_weights moe;       /* sparse layers */
+    nbi_mlp_weights mlp; /* dense layers */
+    nbi_moe_weights moe; /* sparse layers */
 } nbi_layer;
 
 /* The MTP layer's own tensors; its decoder layer is layers[n_layers]. */
 typedef struct nbi_mtp_weights {
     const float *enorm, *hnorm, *head_norm; /* [H] */
-    nbi_weight *eh_proj;       /* [H, 2H]: embedding half first */
+    nbi_weight *eh_proj;                    /* [H, 2H]: embedding half first */
 } nbi_mtp_weights;
 
 /* Activations of a step, carved from one block. act unless noted. */
@@ -68,21 +69,21 @@ typedef struct nbi_workspace {
     void *block;
     size_t bytes;
     void *x, *xn, *delta, *shared; /* [T, H] */
-    void *q_a, *q;             /* [T, q_lora], [T, heads * qk] */
-    void *kv;                  /* MLA [T, kv_lora + rope]; GQA: k [T, kv_heads * d] */
-    void *v;                   /* GQA [T, kv_heads * d] */
-    void *attn;                /* [T, heads * v] */
-    void *index_q, *index_k;   /* [T, index_heads * index_dim], [T, index_dim] */
-    float *index_w;            /* [T, index_heads] */
-    int32_t *select;           /* [T, index_topk] */
-    void *gate, *up;           /* [T, widest dense or shared MLP] */
-    float *router_logits;      /* [T, E] */
-    int32_t *expert_ids;       /* [T, top_k] */
-    float *expert_weights;     /* [T, top_k] */
-    void *moe;                 /* the runner's */
-    void *last;                /* [R, H] normed rows for the head */
-    float *logits;             /* [R, V] */
-    float *cos, *sin;          /* [T, rope dim / 2] */
+    void *q_a, *q;                 /* [T, q_lora], [T, heads * qk] */
+    void *kv;                      /* MLA [T, kv_lora + rope]; GQA: k [T, kv_heads * d] */
+    void *v;                       /* GQA [T, kv_heads * d] */
+    void *attn;                    /* [T, heads * v] */
+    void *index_q, *index_k;       /* [T, index_heads * index_dim], [T, index_dim] */
+    float *index_w;                /* [T, index_heads] */
+    int32_t *select;               /* [T, index_topk] */
+    void *gate, *up;               /* [T, widest dense or shared MLP] */
+    float *router_logits;          /* [T, E] */
+    int32_t *expert_ids;           /* [T, top_k] */
+    float *expert_weights;         /* [T, top_k] */
+    void *moe;                     /* the runner's */
+    void *last;                    /* [R, H] normed rows for the head */
+    float *logits;                 /* [R, V] */
+    float *cos, *sin;              /* [T, rope dim / 2] */
     uint32_t max_rows, max_logit_rows;
 } nbi_workspace;
 
@@ -93,25 +94,27 @@ typedef struct nbi_vector_slot {
 } nbi_vector_slot;
 
 struct nbi_model {
-    nbi_backend *b;            /* borrowed */
+    nbi_backend *b; /* borrowed */
     nbi_config config;
     nbi_quant quant;
     nbi_checkpoint *ckpt;
-    nbi_arena arena;           /* names, views, layers, host vectors */
+    nbi_arena arena;                  /* names, views, layers, host vectors */
     const nbi_moe_runner_ops *runner; /* NULL without experts */
-    uint32_t n_layers;         /* main stack */
+    uint32_t n_layers;                /* main stack */
     bool has_mtp;
-    nbi_layer *layers;         /* [n_layers + has_mtp] */
+    nbi_layer *layers; /* [n_layers + has_mtp] */
     nbi_mtp_weights mtp;
-    nbi_weight *embed, *head;  /* [V, H]; the same object when tied */
+    nbi_weight *embed, *head; /* [V, H]; the same object when tied */
     const float *final_norm;
-    float *inv_freq;           /* host [rope.dim / 2] */
+    float *inv_freq; /* host [rope.dim / 2] */
     nbi_vector_slot *slots;
     uint32_t n_slots, cap_slots;
-    void *vectors;             /* device block of all float vectors */
+    void *vectors; /* device block of all float vectors */
     size_t vector_bytes;
-    uint64_t weight_bytes, non_expert_bytes, non_expert_macs; /* of the main stack with head, without embedding */
-    uint64_t expert_bytes_per_layer_sum; /* of one expert, summed over sparse layers of the main stack */
+    uint64_t weight_bytes, non_expert_bytes,
+        non_expert_macs; /* of the main stack with head, without embedding */
+    uint64_t
+        expert_bytes_per_layer_sum; /* of one expert, summed over sparse layers of the main stack */
     nbi_workspace ws;
 };
 

@@ -9,8 +9,9 @@
 /* Tensors that exporters leave behind and no engine needs. */
 static bool harmless(const char *name)
 {
-    static const char *const suffix[] = {".rotary_emb.inv_freq", ".k_proj.k_scale", ".v_proj.v_scale", ".k_scale", ".v_scale",
-                                         ".input_scale", ".input_global_scale"};
+    static const char *const suffix[] = {
+        ".rotary_emb.inv_freq", ".k_proj.k_scale",    ".v_proj.v_scale", ".k_scale", ".v_scale",
+        ".input_scale",         ".input_global_scale"};
     size_t n = strlen(name);
     for (size_t i = 0; i < sizeof suffix / sizeof *suffix; i++) {
         size_t k = strlen(suffix[i]);
@@ -30,7 +31,9 @@ static void report_unused(const nbi_model *m)
             nbi_log(NB_LOG_DEBUG, "not used by this build: %s", t->name);
             continue;
         }
-        if (unused++ < 8) nbi_log(NB_LOG_WARN, "tensor %s is not used by a %s model", t->name, nbi_family_name(m->config.family));
+        if (unused++ < 8)
+            nbi_log(NB_LOG_WARN, "tensor %s is not used by a %s model", t->name,
+                    nbi_family_name(m->config.family));
     }
     if (unused > 8) nbi_log(NB_LOG_WARN, "and %zu more unused tensors", unused - 8);
 }
@@ -42,7 +45,9 @@ static bool find_mtp(const nbi_model *m)
     if (!m->config.n_mtp_layers) return false;
     snprintf(name, sizeof name, "model.layers.%u.eh_proj", m->config.n_layers);
     if (nbi_matrix_present(m->ckpt, name)) return true;
-    nbi_log(NB_LOG_INFO, "config names %u MTP layer(s), the files hold none: drafting is not available", m->config.n_mtp_layers);
+    nbi_log(NB_LOG_INFO,
+            "config names %u MTP layer(s), the files hold none: drafting is not available",
+            m->config.n_mtp_layers);
     return false;
 }
 
@@ -51,20 +56,25 @@ static nb_status open_parts(nbi_model *m, const nbi_model_options *opt, nb_error
     NB_TRY(nbi_config_load(&m->config, opt->dir, err));
     NB_TRY(nbi_quant_load(&m->quant, opt->dir, err));
     NB_TRY(nbi_checkpoint_open(&m->ckpt, opt->dir, err));
+    if (opt->plan)
+        NB_TRY(opt->plan(opt->plan_user, &m->config, nbi_checkpoint_bytes(m->ckpt), err));
     m->n_layers = m->config.n_layers;
     m->has_mtp = find_mtp(m);
     m->layers = nbi_arena_alloc(&m->arena, (m->n_layers + m->has_mtp) * sizeof *m->layers);
     m->inv_freq = nbi_arena_alloc(&m->arena, m->config.rope.dim / 2 * sizeof(float));
-    if (!m->layers || !m->inv_freq) return nbi_fail(err, NB_NO_MEMORY, "loading %s: out of memory", opt->dir);
+    if (!m->layers || !m->inv_freq)
+        return nbi_fail(err, NB_NO_MEMORY, "loading %s: out of memory", opt->dir);
     nbi_rope_inv_freq(&m->config.rope, m->inv_freq);
-    nbi_log(NB_LOG_INFO, "%s: %u layers, hidden %u, rope base %g%s", nbi_family_name(m->config.family), m->n_layers,
-            m->config.hidden, m->config.rope.theta, m->config.rope.yarn ? " with YaRN" : "");
+    nbi_log(NB_LOG_INFO, "%s: %u layers, hidden %u, rope base %g%s",
+            nbi_family_name(m->config.family), m->n_layers, m->config.hidden, m->config.rope.theta,
+            m->config.rope.yarn ? " with YaRN" : "");
     NB_TRY(nbi_model_load_weights(m, opt, err));
     report_unused(m);
     return NB_OK;
 }
 
-nb_status nbi_model_open(nbi_model **out, nbi_backend *b, const nbi_model_options *opt, nb_error *err)
+nb_status nbi_model_open(nbi_model **out, nbi_backend *b, const nbi_model_options *opt,
+                         nb_error *err)
 {
     nbi_model *m = nbi_calloc(1, sizeof *m);
     if (!m) return nbi_fail(err, NB_NO_MEMORY, "loading %s: out of memory", opt->dir);
@@ -124,10 +134,12 @@ static uint64_t cache_read_bytes(const nbi_config *c, uint32_t context, uint32_t
     return bytes;
 }
 
-uint64_t nbi_model_token_bytes(const nbi_model *m, uint32_t batch, uint32_t context, nbi_dtype kv_dtype)
+uint64_t nbi_model_token_bytes(const nbi_model *m, uint32_t batch, uint32_t context,
+                               nbi_dtype kv_dtype)
 {
     const nbi_config *c = &m->config;
-    double bytes = (double)m->non_expert_bytes + (double)batch * nbi_matrix_row_bytes(&m->embed->host);
+    double bytes =
+        (double)m->non_expert_bytes + (double)batch * nbi_matrix_row_bytes(&m->embed->host);
     if (c->n_experts) {
         double distinct = c->n_experts * (1.0 - pow(1.0 - (double)c->top_k / c->n_experts, batch));
         bytes += distinct * (double)m->expert_bytes_per_layer_sum;
@@ -159,5 +171,6 @@ void nbi_fault_text(int32_t code, char *out, size_t n)
         snprintf(out, n, "no fault");
         return;
     }
-    snprintf(out, n, "non-finite value in layer %d, %s", (int)(at / NBI_WHERE_COUNT), where[at % NBI_WHERE_COUNT]);
+    snprintf(out, n, "non-finite value in layer %d, %s", (int)(at / NBI_WHERE_COUNT),
+             where[at % NBI_WHERE_COUNT]);
 }

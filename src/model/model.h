@@ -1,4 +1,5 @@
-/* A loaded model: config -> layer description -> prepared weights -> forward. Knows no device, rank or socket. */
+/* A loaded model: config -> layer description -> prepared weights -> forward. Knows no device, rank
+ * or socket. */
 #pragma once
 
 #include "backend/backend.h"
@@ -18,44 +19,56 @@ typedef struct nbi_model_options {
     const char *moe_runner;
     nb_progress progress;
     void *progress_user;
-    bool verify_scales;      /* read and check every scale (default true) */
+    bool verify_scales; /* read and check every scale (default true) */
+    /* Optional: called when headers are read and no weight is; an error refuses the model. */
+    nb_status (*plan)(void *user, const nbi_config *config, uint64_t weight_bytes, nb_error *err);
+    void *plan_user;
 } nbi_model_options;
 
 /* The backend is borrowed and must outlive the model. Unused tensors and choices are logged. */
-nb_status nbi_model_open(nbi_model **out, nbi_backend *b, const nbi_model_options *opt, nb_error *err);
+nb_status nbi_model_open(nbi_model **out, nbi_backend *b, const nbi_model_options *opt,
+                         nb_error *err);
 void nbi_model_close(nbi_model **model);
 
 const nbi_config *nbi_model_config(const nbi_model *model);
-const char *nbi_model_runner(const nbi_model *model);        /* name in use, "none" */
-uint64_t nbi_model_weight_bytes(const nbi_model *model);     /* all that was loaded */
-/* Bytes one decode step of `batch` sequences of `context` tokens must read: weights once, the expected number of distinct experts, cache. */
-uint64_t nbi_model_token_bytes(const nbi_model *model, uint32_t batch, uint32_t context, nbi_dtype kv_dtype);
-uint64_t nbi_model_token_macs(const nbi_model *model);       /* multiply-adds per token, attention over the cache left out */
+const char *nbi_model_runner(const nbi_model *model);    /* name in use, "none" */
+uint64_t nbi_model_weight_bytes(const nbi_model *model); /* all that was loaded */
+/* Bytes one decode step of `batch` sequences of `context` tokens must read: weights once, the
+ * expected number of distinct experts, cache. */
+uint64_t nbi_model_token_bytes(const nbi_model *model, uint32_t batch, uint32_t context,
+                               nbi_dtype kv_dtype);
+uint64_t nbi_model_token_macs(
+    const nbi_model *model); /* multiply-adds per token, attention over the cache left out */
 
 /* ---- KV cache */
 typedef struct nbi_kv {
     nbi_dtype dtype;
     uint32_t n_pages;
     uint32_t n_layers;
-    nbi_kv_layer *layers;    /* [n_layers + MTP layers] */
+    nbi_kv_layer *layers; /* [n_layers + MTP layers] */
     void *memory;
     size_t bytes;
 } nbi_kv;
 
 size_t nbi_kv_page_bytes(const nbi_config *config, nbi_dtype dtype); /* one page over all layers */
-nb_status nbi_kv_create(nbi_kv *out, nbi_backend *b, const nbi_config *config, nbi_dtype dtype, uint32_t n_pages, nb_error *err);
+nb_status nbi_kv_create(nbi_kv *out, nbi_backend *b, const nbi_config *config, nbi_dtype dtype,
+                        uint32_t n_pages, nb_error *err);
 void nbi_kv_destroy(nbi_kv *kv, nbi_backend *b);
 
 /* ---- forward */
-size_t nbi_model_workspace_bytes(const nbi_model *model, uint32_t max_rows, uint32_t max_seqs, uint32_t max_logit_rows, uint32_t max_context);
+size_t nbi_model_workspace_bytes(const nbi_model *model, uint32_t max_rows, uint32_t max_seqs,
+                                 uint32_t max_logit_rows, uint32_t max_context);
 /* Allocates the workspace once; forward() never allocates. */
-nb_status nbi_model_reserve(nbi_model *model, uint32_t max_rows, uint32_t max_seqs, uint32_t max_logit_rows, uint32_t max_context,
+nb_status nbi_model_reserve(nbi_model *model, uint32_t max_rows, uint32_t max_seqs,
+                            uint32_t max_logit_rows, uint32_t max_context, nb_error *err);
+
+/* Runs the batch, appends to the cache, leaves logits [R, V] float32 in *logits (device memory of
+ * the model, valid until the next call). */
+nb_status nbi_model_forward(nbi_model *model, nbi_kv *kv, const nbi_batch *batch, float **logits,
                             nb_error *err);
 
-/* Runs the batch, appends to the cache, leaves logits [R, V] float32 in *logits (device memory of the model, valid until the next call). */
-nb_status nbi_model_forward(nbi_model *model, nbi_kv *kv, const nbi_batch *batch, float **logits, nb_error *err);
-
-/* Sentence for a guard code of nbi_batch.row_fault: "layer 3, post-attention norm: non-finite value". */
+/* Sentence for a guard code of nbi_batch.row_fault: "layer 3, post-attention norm: non-finite
+ * value". */
 void nbi_fault_text(int32_t code, char *out, size_t n);
 
 #ifdef __cplusplus

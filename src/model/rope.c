@@ -5,7 +5,8 @@
 
 #define TWO_PI 6.283185307179586
 
-/* Dimension at which `rotations` full turns happen over the original context (YaRN's correction dimension). */
+/* Dimension at which `rotations` full turns happen over the original context (YaRN's correction
+ * dimension). */
 static double correction_dim(const nbi_rope_config *r, double rotations)
 {
     return r->dim * log(r->original_max_positions / (rotations * TWO_PI)) / (2.0 * log(r->theta));

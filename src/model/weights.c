@@ -1,7 +1,9 @@
-/* Loading: walks the layers, finds every tensor by name and shape, prepares it for the backend. Called once by nbi_model_open().
+/* Loading: walks the layers, finds every tensor by name and shape, prepares it for the backend.
+ * Called once by nbi_model_open().
  *
- * Shapes come from the config, kinds from the tensors. Nothing is copied that can stay mapped; float vectors (norms, biases) are converted to
- * float32 and put into one device block at the end. */
+ * Shapes come from the config, kinds from the tensors. Nothing is copied that can stay mapped;
+ * float vectors (norms, biases) are converted to float32 and put into one device block at the end.
+ */
 #include <stdio.h>
 #include <string.h>
 
@@ -40,10 +42,12 @@ static nb_status remember_vector(nbi_model *m, const float **slot, uint32_t n, n
     return NB_OK;
 }
 
-static nb_status load_vector(loader *ld, const float **slot, const char *name, uint32_t n, nb_error *err)
+static nb_status load_vector(loader *ld, const float **slot, const char *name, uint32_t n,
+                             nb_error *err)
 {
     char full[NAME_MAX_BYTES];
-    NB_TRY(nbi_vector_load(slot, NULL, ld->m->ckpt, &ld->m->arena, full_name(ld, full, name), n, err));
+    NB_TRY(
+        nbi_vector_load(slot, NULL, ld->m->ckpt, &ld->m->arena, full_name(ld, full, name), n, err));
     return remember_vector(ld->m, slot, n, err);
 }
 
@@ -54,7 +58,9 @@ static nb_status place_vectors(nbi_model *m, nb_error *err)
     for (uint32_t i = 0; i < m->n_slots; i++) nbi_plan_add(&plan, m->slots[i].n * sizeof(float));
     if (!plan.bytes) return NB_OK;
     m->vectors = m->b->ops->alloc(m->b, plan.bytes);
-    if (!m->vectors) return nbi_fail(err, NB_NO_MEMORY, "loading: no memory for %zu bytes of norms and biases", plan.bytes);
+    if (!m->vectors)
+        return nbi_fail(err, NB_NO_MEMORY, "loading: no memory for %zu bytes of norms and biases",
+                        plan.bytes);
     m->vector_bytes = plan.bytes;
     plan.bytes = 0;
     for (uint32_t i = 0; i < m->n_slots; i++) {
@@ -71,7 +77,8 @@ static nb_status place_vectors(nbi_model *m, nb_error *err)
 static void progress(loader *ld, uint64_t bytes)
 {
     ld->done_bytes += bytes;
-    if (ld->opt->progress) ld->opt->progress(ld->opt->progress_user, ld->done_bytes, ld->total_bytes);
+    if (ld->opt->progress)
+        ld->opt->progress(ld->opt->progress_user, ld->done_bytes, ld->total_bytes);
 }
 
 static nb_status prepare(loader *ld, nbi_weight **out, const nbi_matrix *matrix, nb_error *err)
@@ -84,12 +91,13 @@ static nb_status prepare(loader *ld, nbi_weight **out, const nbi_matrix *matrix,
 }
 
 /* A linear layer [rows, cols]. `counted`: it is read once per token of the main stack. */
-static nb_status load_linear(loader *ld, nbi_weight **out, const char *name, uint32_t rows, uint32_t cols, bool counted,
-                             nb_error *err)
+static nb_status load_linear(loader *ld, nbi_weight **out, const char *name, uint32_t rows,
+                             uint32_t cols, bool counted, nb_error *err)
 {
     nbi_matrix matrix;
     char full[NAME_MAX_BYTES];
-    NB_TRY(nbi_matrix_load(&matrix, ld->m->ckpt, &ld->m->arena, full_name(ld, full, name), rows, cols, err));
+    NB_TRY(nbi_matrix_load(&matrix, ld->m->ckpt, &ld->m->arena, full_name(ld, full, name), rows,
+                           cols, err));
     NB_TRY(prepare(ld, out, &matrix, err));
     if (counted) {
         ld->m->non_expert_bytes += nbi_matrix_bytes(&matrix);
@@ -98,7 +106,8 @@ static nb_status load_linear(loader *ld, nbi_weight **out, const char *name, uin
     return NB_OK;
 }
 
-static nb_status load_mlp(loader *ld, nbi_mlp_weights *w, const char *name, uint32_t inter, bool counted, nb_error *err)
+static nb_status load_mlp(loader *ld, nbi_mlp_weights *w, const char *name, uint32_t inter,
+                          bool counted, nb_error *err)
 {
     char part[NAME_MAX_BYTES];
     uint32_t hidden = ld->m->config.hidden;
@@ -124,13 +133,17 @@ static nb_status load_mla(loader *ld, nbi_mla_weights *w, bool counted, nb_error
     } else {
         NB_TRY(load_linear(ld, &w->q_b, "self_attn.q_proj", q_rows, c->hidden, counted, err));
     }
-    NB_TRY(load_linear(ld, &w->kv_a, "self_attn.kv_a_proj_with_mqa", c->kv_lora + c->rope_dim, c->hidden, counted, err));
+    NB_TRY(load_linear(ld, &w->kv_a, "self_attn.kv_a_proj_with_mqa", c->kv_lora + c->rope_dim,
+                       c->hidden, counted, err));
     NB_TRY(load_vector(ld, &w->kv_a_norm, "self_attn.kv_a_layernorm.weight", c->kv_lora, err));
-    NB_TRY(load_linear(ld, &w->kv_b, "self_attn.kv_b_proj", c->n_heads * (c->nope_dim + c->v_dim), c->kv_lora, counted, err));
-    NB_TRY(load_linear(ld, &w->o, "self_attn.o_proj", c->hidden, c->n_heads * c->v_dim, counted, err));
+    NB_TRY(load_linear(ld, &w->kv_b, "self_attn.kv_b_proj", c->n_heads * (c->nope_dim + c->v_dim),
+                       c->kv_lora, counted, err));
+    NB_TRY(
+        load_linear(ld, &w->o, "self_attn.o_proj", c->hidden, c->n_heads * c->v_dim, counted, err));
     if (!c->attention_bias) return NB_OK;
     if (c->q_lora) NB_TRY(load_vector(ld, &w->q_a_bias, "self_attn.q_a_proj.bias", c->q_lora, err));
-    NB_TRY(load_vector(ld, &w->kv_a_bias, "self_attn.kv_a_proj_with_mqa.bias", c->kv_lora + c->rope_dim, err));
+    NB_TRY(load_vector(ld, &w->kv_a_bias, "self_attn.kv_a_proj_with_mqa.bias",
+                       c->kv_lora + c->rope_dim, err));
     return load_vector(ld, &w->o_bias, "self_attn.o_proj.bias", c->hidden, err);
 }
 
@@ -160,16 +173,19 @@ static nb_status load_indexer(loader *ld, nbi_indexer_weights *w, bool counted, 
 {
     const nbi_config *c = &ld->m->config;
     uint32_t q_cols = c->q_lora ? c->q_lora : c->hidden;
-    NB_TRY(load_linear(ld, &w->q, "self_attn.indexer.wq_b", c->index_heads * c->index_dim, q_cols, counted, err));
+    NB_TRY(load_linear(ld, &w->q, "self_attn.indexer.wq_b", c->index_heads * c->index_dim, q_cols,
+                       counted, err));
     NB_TRY(load_linear(ld, &w->k, "self_attn.indexer.wk", c->index_dim, c->hidden, counted, err));
-    NB_TRY(load_linear(ld, &w->weights, "self_attn.indexer.weights_proj", c->index_heads, c->hidden, counted, err));
+    NB_TRY(load_linear(ld, &w->weights, "self_attn.indexer.weights_proj", c->index_heads, c->hidden,
+                       counted, err));
     NB_TRY(load_vector(ld, &w->k_norm, "self_attn.indexer.k_norm.weight", c->index_dim, err));
     return load_vector(ld, &w->k_norm_bias, "self_attn.indexer.k_norm.bias", c->index_dim, err);
 }
 
 /* ---------------------------------------------------------------- experts */
 
-static nb_status load_expert(loader *ld, nbi_matrix *out, uint32_t expert, uint32_t part, nb_error *err)
+static nb_status load_expert(loader *ld, nbi_matrix *out, uint32_t expert, uint32_t part,
+                             nb_error *err)
 {
     static const char *const part_name[3] = {"gate_proj", "up_proj", "down_proj"};
     nbi_model *m = ld->m;
@@ -177,10 +193,12 @@ static nb_status load_expert(loader *ld, nbi_matrix *out, uint32_t expert, uint3
     uint32_t inter = c->moe_intermediate, hidden = c->hidden;
     char name[NAME_MAX_BYTES];
     snprintf(name, sizeof name, "%smlp.experts", ld->prefix);
-    nb_status st = nbi_matrix_load_fused(out, m->ckpt, &m->arena, name, c->n_experts, expert, part, inter, hidden, err);
+    nb_status st = nbi_matrix_load_fused(out, m->ckpt, &m->arena, name, c->n_experts, expert, part,
+                                         inter, hidden, err);
     if (st != NB_NOT_FOUND) return st;
     snprintf(name, sizeof name, "%smlp.experts.%u.%s", ld->prefix, expert, part_name[part]);
-    return nbi_matrix_load(out, m->ckpt, &m->arena, name, part == 2 ? hidden : inter, part == 2 ? inter : hidden, err);
+    return nbi_matrix_load(out, m->ckpt, &m->arena, name, part == 2 ? hidden : inter,
+                           part == 2 ? inter : hidden, err);
 }
 
 typedef struct expert_check {
@@ -206,10 +224,13 @@ static nb_status check_experts(loader *ld, const nbi_moe_experts *x, nb_error *e
     uint32_t n = x->shape.n_experts;
     const nbi_matrix *const parts[3] = {x->gate, x->up, x->down};
     expert_check check = {parts, nbi_calloc(n, sizeof(nb_status)), nbi_calloc(n, sizeof(nb_error))};
-    nb_status st = check.status && check.errors ? NB_OK : nbi_fail(err, NB_NO_MEMORY, "loading: out of memory");
+    nb_status st = check.status && check.errors
+                       ? NB_OK
+                       : nbi_fail(err, NB_NO_MEMORY, "loading: out of memory");
     if (st == NB_OK) nbi_pool_run(ld->pool, check_experts_task, &check, n, 1);
     for (uint32_t e = 0; st == NB_OK && e < n; e++) {
-        if (check.status[e] != NB_OK) st = nbi_fail(err, check.status[e], "%s", check.errors[e].text);
+        if (check.status[e] != NB_OK)
+            st = nbi_fail(err, check.status[e], "%s", check.errors[e].text);
     }
     nbi_free(check.status);
     nbi_free(check.errors);
@@ -227,7 +248,8 @@ static void list_without_input_scale(const nbi_matrix *part, uint32_t n, char *o
     }
 }
 
-/* Experts of one layer must agree in kind, and all or none carry input scales: a mixture means a broken export. */
+/* Experts of one layer must agree in kind, and all or none carry input scales: a mixture means a
+ * broken export. */
 static nb_status check_expert_kinds(const nbi_moe_experts *x, nb_error *err)
 {
     const nbi_matrix *const parts[3] = {x->gate, x->up, x->down};
@@ -236,19 +258,25 @@ static nb_status check_expert_kinds(const nbi_moe_experts *x, nb_error *err)
         for (uint32_t e = 0; e < x->shape.n_experts; e++) {
             const nbi_matrix *it = &parts[part][e];
             if (it->kind != first->kind) {
-                return nbi_fail(err, NB_CORRUPT, "layer %u: %s is %s but %s is %s; experts of a layer must be of one kind", x->layer,
-                                it->name, nbi_weight_kind_name(it->kind), first->name, nbi_weight_kind_name(first->kind));
+                return nbi_fail(
+                    err, NB_CORRUPT,
+                    "layer %u: %s is %s but %s is %s; experts of a layer must be of one kind",
+                    x->layer, it->name, nbi_weight_kind_name(it->kind), first->name,
+                    nbi_weight_kind_name(first->kind));
             }
             if ((it->input_scale > 0) != (first->input_scale > 0)) {
                 char ids[160];
                 list_without_input_scale(parts[part], x->shape.n_experts, ids, sizeof ids);
-                return nbi_fail(err, NB_CORRUPT, "layer %u: input_scale is missing for experts %s (found for others, e.g. %s)", x->layer,
-                                ids, it->input_scale > 0 ? it->name : first->name);
+                return nbi_fail(
+                    err, NB_CORRUPT,
+                    "layer %u: input_scale is missing for experts %s (found for others, e.g. %s)",
+                    x->layer, ids, it->input_scale > 0 ? it->name : first->name);
             }
         }
         if (part == 1 && first->kind != x->gate[0].kind) {
-            return nbi_fail(err, NB_CORRUPT, "layer %u: gate_proj is %s but up_proj is %s", x->layer,
-                            nbi_weight_kind_name(x->gate[0].kind), nbi_weight_kind_name(first->kind));
+            return nbi_fail(err, NB_CORRUPT, "layer %u: gate_proj is %s but up_proj is %s",
+                            x->layer, nbi_weight_kind_name(x->gate[0].kind),
+                            nbi_weight_kind_name(first->kind));
         }
     }
     return NB_OK;
@@ -261,10 +289,12 @@ static nb_status choose_runner(loader *ld, const nbi_moe_shape *shape, nb_error 
     if (!m->runner) return nbi_moe_runner_choose(&m->runner, asked, m->b, shape, err);
     char why[256];
     if (m->runner->supports(m->b, shape, why, sizeof why)) return NB_OK;
-    return nbi_fail(err, NB_UNSUPPORTED, "MoE runner %s cannot run every layer of this model: %s", m->runner->name, why);
+    return nbi_fail(err, NB_UNSUPPORTED, "MoE runner %s cannot run every layer of this model: %s",
+                    m->runner->name, why);
 }
 
-static nb_status load_experts(loader *ld, nbi_moe_weights *w, uint32_t layer, bool counted, nb_error *err)
+static nb_status load_experts(loader *ld, nbi_moe_weights *w, uint32_t layer, bool counted,
+                              nb_error *err)
 {
     nbi_model *m = ld->m;
     const nbi_config *c = &m->config;
@@ -279,8 +309,12 @@ static nb_status load_experts(loader *ld, nbi_moe_weights *w, uint32_t layer, bo
         }
     }
     w->experts = (nbi_moe_experts){.gate = part[0], .up = part[1], .down = part[2], .layer = layer};
-    w->experts.shape = (nbi_moe_shape){.n_experts = c->n_experts, .top_k = c->top_k, .hidden = c->hidden,
-                                       .inter = c->moe_intermediate, .kind_gate_up = part[0]->kind, .kind_down = part[2]->kind};
+    w->experts.shape = (nbi_moe_shape){.n_experts = c->n_experts,
+                                       .top_k = c->top_k,
+                                       .hidden = c->hidden,
+                                       .inter = c->moe_intermediate,
+                                       .kind_gate_up = part[0]->kind,
+                                       .kind_down = part[2]->kind};
     NB_TRY(check_expert_kinds(&w->experts, err));
     if (ld->opt->verify_scales) NB_TRY(check_experts(ld, &w->experts, err));
     NB_TRY(choose_runner(ld, &w->experts.shape, err));
@@ -291,14 +325,18 @@ static nb_status load_experts(loader *ld, nbi_moe_weights *w, uint32_t layer, bo
     return NB_OK;
 }
 
-static nb_status load_moe(loader *ld, nbi_moe_weights *w, uint32_t layer, bool counted, nb_error *err)
+static nb_status load_moe(loader *ld, nbi_moe_weights *w, uint32_t layer, bool counted,
+                          nb_error *err)
 {
     const nbi_config *c = &ld->m->config;
     NB_TRY(load_linear(ld, &w->router, "mlp.gate", c->n_experts, c->hidden, counted, err));
-    if (c->router_bias) NB_TRY(load_vector(ld, &w->router_bias, "mlp.gate.e_score_correction_bias", c->n_experts, err));
+    if (c->router_bias)
+        NB_TRY(load_vector(ld, &w->router_bias, "mlp.gate.e_score_correction_bias", c->n_experts,
+                           err));
     NB_TRY(load_experts(ld, w, layer, counted, err));
     if (!c->n_shared) return NB_OK;
-    return load_mlp(ld, &w->shared, "mlp.shared_experts", c->moe_intermediate * c->n_shared, counted, err);
+    return load_mlp(ld, &w->shared, "mlp.shared_experts", c->moe_intermediate * c->n_shared,
+                    counted, err);
 }
 
 /* ---------------------------------------------------------------- layers and the whole */
@@ -322,8 +360,8 @@ static nb_status load_layer(loader *ld, nbi_layer *layer, uint32_t index, nb_err
     return load_mlp(ld, &layer->mlp, "mlp", c->intermediate, counted, err);
 }
 
-/* The MTP layer: a decoder layer plus its own norms and projection. Its copies of embedding and head, where a file has them, are those of
- * the main model and stay unread. */
+/* The MTP layer: a decoder layer plus its own norms and projection. Its copies of embedding and
+ * head, where a file has them, are those of the main model and stay unread. */
 static nb_status load_mtp(loader *ld, nb_error *err)
 {
     nbi_model *m = ld->m;
@@ -340,7 +378,8 @@ static nb_status load_mtp(loader *ld, nb_error *err)
     return NB_OK;
 }
 
-/* The head: its own tensor when the file has one (also when the config says tied: the stored one is what the exporter wrote). */
+/* The head: its own tensor when the file has one (also when the config says tied: the stored one is
+ * what the exporter wrote). */
 static nb_status load_head(loader *ld, nb_error *err)
 {
     nbi_model *m = ld->m;
@@ -352,7 +391,10 @@ static nb_status load_head(loader *ld, nb_error *err)
         m->non_expert_macs += (uint64_t)c->vocab * c->hidden;
         return NB_OK;
     }
-    if (c->tied_head) nbi_log(NB_LOG_WARN, "config says the head is tied, but lm_head.weight is stored: the stored head is used");
+    if (c->tied_head)
+        nbi_log(
+            NB_LOG_WARN,
+            "config says the head is tied, but lm_head.weight is stored: the stored head is used");
     return load_linear(ld, &m->head, "lm_head", c->vocab, c->hidden, true, err);
 }
 
@@ -387,8 +429,10 @@ static void release_mlp(nbi_model *m, nbi_mlp_weights *w)
 
 static void release_layer(nbi_model *m, nbi_layer *l)
 {
-    nbi_weight **all[] = {&l->mla.q_a, &l->mla.q_b, &l->mla.kv_a, &l->mla.kv_b, &l->mla.o, &l->gqa.q, &l->gqa.k, &l->gqa.v,
-                          &l->gqa.o, &l->indexer.q, &l->indexer.k, &l->indexer.weights, &l->moe.router};
+    nbi_weight **all[] = {&l->mla.q_a,   &l->mla.q_b,   &l->mla.kv_a,  &l->mla.kv_b,
+                          &l->mla.o,     &l->gqa.q,     &l->gqa.k,     &l->gqa.v,
+                          &l->gqa.o,     &l->indexer.q, &l->indexer.k, &l->indexer.weights,
+                          &l->moe.router};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) m->b->ops->weight_release(m->b, all[i]);
     release_mlp(m, &l->mlp);
     release_mlp(m, &l->moe.shared);

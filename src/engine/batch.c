@@ -1,0 +1,114 @@
+/* The step's batch: flat host arrays, allocated once. */
+#include "engine/engine.h"
+
+static size_t carve(nbi_step_batch *b, char *base)
+{
+    nbi_plan plan = {0};
+    size_t T = b->max_rows, S = b->max_seqs, R = b->max_logit_rows, i32 = sizeof(int32_t);
+    struct {
+        void *slot;
+        size_t bytes;
+    } const parts[] = {
+        {&b->ids, T * i32},
+        {&b->pos, T * i32},
+        {&b->row_seq, T * i32},
+        {&b->row_fault, T * i32},
+        {&b->seq_first, (S + 1) * i32},
+        {&b->seq_len, S * i32},
+        {&b->page_table, S * b->page_stride * i32},
+        {&b->logit_rows, R * i32},
+        {&b->logit_fault, R * i32},
+        {&b->seqs, S * sizeof(nb_request *)},
+        {&b->seq_logit, (S + 1) * sizeof(uint32_t)},
+        {&b->sample_rows, R * sizeof(nbi_sample_row)},
+        {&b->sample_out, R * sizeof(nbi_sample_out)},
+    };
+    for (size_t i = 0; i < sizeof parts / sizeof *parts; i++) {
+        size_t at = nbi_plan_add(&plan, parts[i].bytes);
+        if (base) *(void **)parts[i].slot = base + at;
+    }
+    return plan.bytes;
+}
+
+nb_status nbi_step_batch_create(nbi_step_batch *b, uint32_t max_rows, uint32_t max_seqs,
+                                uint32_t max_logit_rows, uint32_t max_context, nb_error *err)
+{
+    *b = (nbi_step_batch){
+        .max_rows = max_rows, .max_seqs = max_seqs, .max_logit_rows = max_logit_rows};
+    b->page_stride = (max_context + NBI_PAGE_TOKENS - 1) / NBI_PAGE_TOKENS;
+    b->block = nbi_calloc(1, carve(b, NULL));
+    if (!b->block) return nbi_fail(err, NB_NO_MEMORY, "no memory for batches of %u rows", max_rows);
+    carve(b, b->block);
+    return NB_OK;
+}
+
+void nbi_step_batch_destroy(nbi_step_batch *b)
+{
+    nbi_free(b->block);
+    *b = (nbi_step_batch){0};
+}
+
+void nbi_step_batch_clear(nbi_step_batch *b)
+{
+    b->view = (nbi_batch){.page_stride = b->page_stride,
+                          .ids = b->ids,
+                          .pos = b->pos,
+                          .row_seq = b->row_seq,
+                          .seq_first = b->seq_first,
+                          .seq_len = b->seq_len,
+                          .page_table = b->page_table,
+                          .logit_rows = b->logit_rows,
+                          .row_fault = b->row_fault};
+    b->seq_first[0] = 0;
+    b->seq_logit[0] = 0;
+}
+
+/* Row `row` at position p: are its logits wanted, and for what? Fills the sample row. */
+static void add_logit_row(nbi_step_batch *b, nb_request *r, uint32_t row, uint32_t p)
+{
+    bool last = p + 1 == r->n_tokens;
+    bool prompt = r->sampling.prompt_logprobs && p + 1 < r->n_prompt && p + 1 >= r->n_reported;
+    if (!last && !prompt) return;
+    uint32_t i = b->view.n_logit_rows++;
+    NB_ASSERT(i < b->max_logit_rows);
+    b->logit_rows[i] = (int32_t)row;
+    b->logit_fault[i] = 0;
+    const nb_sampling *s = &r->sampling;
+    b->sample_rows[i] = (nbi_sample_row){.temperature = s->temperature,
+                                         .top_p = s->top_p,
+                                         .min_p = s->min_p,
+                                         .top_k = s->top_k,
+                                         .seed = s->seed,
+                                         .counter = p + 1 - r->n_prompt,
+                                         .n_logprobs = s->n_logprobs};
+    if (!last) {
+        b->sample_rows[i].forced = true;
+        b->sample_rows[i].forced_id = r->tokens[p + 1];
+    } else if (r->n_tokens - r->n_prompt < s->min_tokens) {
+        b->sample_rows[i].banned = r->end_ids;
+        b->sample_rows[i].n_banned = r->n_end_ids;
+    }
+}
+
+void nbi_step_batch_add(nbi_step_batch *b, nb_request *r, uint32_t rows)
+{
+    uint32_t s = b->view.n_seqs++, first = b->view.n_rows;
+    NB_ASSERT(s < b->max_seqs && first + rows <= b->max_rows && r->n_cached + rows <= r->n_tokens);
+    for (uint32_t i = 0; i < rows; i++) {
+        uint32_t row = first + i, p = r->n_cached + i;
+        b->ids[row] = r->tokens[p];
+        b->pos[row] = (int32_t)p;
+        b->row_seq[row] = (int32_t)s;
+        b->row_fault[row] = 0;
+        add_logit_row(b, r, row, p);
+    }
+    for (uint32_t i = 0; i < r->n_pages; i++)
+        b->page_table[(size_t)s * b->page_stride + i] = r->pages[i];
+    b->seqs[s] = r;
+    b->seq_len[s] = (int32_t)(r->n_cached + rows);
+    b->view.n_rows += rows;
+    b->seq_first[s + 1] = (int32_t)b->view.n_rows;
+    b->seq_logit[s + 1] = b->view.n_logit_rows;
+    if ((uint32_t)b->seq_len[s] > b->view.max_len) b->view.max_len = (uint32_t)b->seq_len[s];
+    r->rows = rows;
+}

@@ -1,0 +1,146 @@
+/* The engine from inside. Private to src/engine.
+ *
+ * Who touches what: the step (one thread at a time) owns the model, the KV pool, the batch and the
+ * running list. `lock` guards the waiting list, the counters and the failure text. Each request's
+ * `lock` guards its event ring; the step writes it, a reader takes from it. Order of locks: engine
+ * before request, never the other way round. */
+#pragma once
+
+#include <pthread.h>
+#include <stdatomic.h>
+
+#include "engine/kvpool.h"
+#include "model/model.h"
+#include "text/decode.h"
+#include "text/tokenizer.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Events a reader may be behind before its request waits for it; the ring is never larger. */
+#define NBI_EVENTS_MAX 128u
+/* Rows whose logits one step can hold beside the running requests' own (prompt log-probabilities).
+ */
+#define NBI_PROMPT_LOGIT_ROWS 32u
+#define NBI_STOP_BYTES_MAX    1024u
+
+/* One event in the ring; its text lies in the request's text ring. */
+typedef struct nbi_event_slot {
+    nb_event event;    /* `text` points into text_ring */
+    uint32_t text_end; /* where the text ring continues behind this event */
+} nbi_event_slot;
+
+struct nb_request {
+    nb_engine *engine;
+    nb_request *next; /* waiting list */
+    atomic_int refs;  /* the user's and the engine's */
+    atomic_bool cancelled;
+
+    /* sequence: the step's */
+    nb_sampling sampling;
+    char *stop_text;                                /* copies of the stop strings, one block */
+    int32_t end_ids[NBI_EOS_MAX + NB_STOP_IDS_MAX]; /* ids that end the answer */
+    uint32_t n_end_ids;
+    int32_t *tokens; /* [n_max] prompt, then answer */
+    uint32_t n_prompt, n_tokens, n_max;
+    uint32_t n_cached;   /* positions in the KV cache */
+    uint32_t n_reported; /* prompt tokens whose event was written */
+    int32_t *pages;      /* [n_pages_max] */
+    uint32_t n_pages, n_pages_max;
+    uint32_t rows;       /* rows in the batch being run */
+    nbi_decoder decoder; /* bytes -> whole characters */
+    nbi_stopper stopper; /* holds back what may become a stop string */
+
+    /* events: `lock` */
+    pthread_mutex_t lock;
+    pthread_cond_t readable;
+    nbi_event_slot *ring; /* [NBI_EVENTS_MAX] */
+    uint32_t head, count; /* head: oldest unread or the one being read */
+    bool reading;         /* head was handed out and is freed by the next read */
+    char *text_ring;      /* [text_cap] */
+    uint32_t text_cap, text_begin, text_end;
+    uint32_t text_worst; /* most bytes one event can carry */
+    char *whole;         /* [text_worst] scratch of the step: decoded, not yet searched */
+    bool ended;          /* the finishing event was written */
+    bool drained;        /* and read */
+    bool closed;
+    void (*notify)(void *user);
+    void *notify_user;
+    char error[NB_ERROR_TEXT_MAX];
+};
+
+/* One batch's host arrays. */
+typedef struct nbi_step_batch {
+    nbi_batch view;
+    int32_t *ids, *pos, *row_seq, *seq_first, *seq_len, *page_table, *logit_rows, *row_fault,
+        *logit_fault;
+    uint32_t *seq_logit;         /* [n_seqs + 1] first logit row of each sequence */
+    nb_request **seqs;           /* [n_seqs] */
+    nbi_sample_row *sample_rows; /* [n_logit_rows] */
+    nbi_sample_out *sample_out;
+    void *block;
+    uint32_t max_rows, max_seqs, max_logit_rows, page_stride;
+} nbi_step_batch;
+
+struct nb_engine {
+    nb_engine_options options; /* strings copied into `strings` */
+    nbi_arena strings;
+    nbi_backend *backend;
+    nbi_model *model;
+    nbi_tokenizer *tokenizer; /* NULL: ids only */
+    nbi_kv kv;
+    nbi_kvpool pool;
+    nbi_step_batch batch;
+    uint32_t max_context, chunk_size, max_running, n_valid_ids, max_token_bytes;
+    uint64_t workspace_bytes;
+    const char *model_name;
+
+    nb_request **running; /* [max_running] in order of admission; the step's */
+    uint32_t n_running;
+
+    pthread_mutex_t lock;
+    pthread_cond_t work;
+    nb_request *waiting_head, *waiting_tail;
+    uint32_t n_waiting;
+    nb_engine_stats stats;
+    atomic_uint_fast64_t seed_counter;
+    atomic_bool stopping;
+    bool has_thread, has_failed;
+    bool kick; /* somebody wants a step: a reader made room, a request was cancelled */
+    pthread_t thread;
+    char failure[NB_ERROR_TEXT_MAX];
+};
+
+/* ---- batch.c */
+nb_status nbi_step_batch_create(nbi_step_batch *batch, uint32_t max_rows, uint32_t max_seqs,
+                                uint32_t max_logit_rows, uint32_t max_context, nb_error *err);
+void nbi_step_batch_destroy(nbi_step_batch *batch);
+void nbi_step_batch_clear(nbi_step_batch *batch);
+/* Adds `rows` rows of the request from its n_cached on; wants logits where its sampling asks for
+ * them. */
+void nbi_step_batch_add(nbi_step_batch *batch, nb_request *r, uint32_t rows);
+
+/* ---- scheduler.c: one step */
+nb_status nbi_engine_step_once(nb_engine *e, bool *worked, nb_error *err);
+/* Gives a request's pages back. */
+void nbi_request_drop_pages(nb_engine *e, nb_request *r);
+
+/* ---- output.c: what a sampled token means for its request. Called by the step. */
+/* Room for every event a step of `rows` rows may write? */
+bool nbi_request_has_room(nb_request *r, uint32_t rows);
+/* A prompt token with (or, for the first, without) its log-probability. */
+void nbi_request_put_prompt(nb_request *r, uint32_t index, const nbi_sample_out *out);
+/* Appends the token to the sequence and writes its event. True when the request ended with it. */
+bool nbi_request_put_token(nb_engine *e, nb_request *r, const nbi_sample_out *out);
+/* Ends a request without a token; `why` is the sentence for NB_FINISH_ERROR. */
+void nbi_request_end(nb_request *r, nb_finish finish, const char *why);
+
+/* ---- request.c */
+void nbi_request_unref(nb_request *r);
+/* Wakes the engine's thread. */
+void nbi_engine_kick(nb_engine *e);
+
+#ifdef __cplusplus
+}
+#endif

@@ -1,0 +1,165 @@
+/* From sampled tokens to events: end conditions, text, the event ring. The step writes, one reader
+ * takes. */
+#include <stdio.h>
+#include <string.h>
+
+#include "engine/engine.h"
+
+/* ---------------------------------------------------------------- rings */
+
+/* Where `worst` bytes of text fit in one piece; UINT32_MAX when they do not. Called with the lock
+ * held. */
+static uint32_t text_place(nb_request *r)
+{
+    if (!r->count) r->text_begin = r->text_end = 0;
+    if (r->text_end >= r->text_begin) {
+        if (r->text_cap - r->text_end >= r->text_worst) return r->text_end;
+        return r->text_begin > r->text_worst ? 0 : UINT32_MAX;
+    }
+    return r->text_begin - r->text_end > r->text_worst ? r->text_end : UINT32_MAX;
+}
+
+bool nbi_request_has_room(nb_request *r, uint32_t rows)
+{
+    uint32_t events = 2 + (r->sampling.prompt_logprobs && r->n_reported < r->n_prompt ? rows : 0);
+    pthread_mutex_lock(&r->lock);
+    bool room = r->count + events <= NBI_EVENTS_MAX && text_place(r) != UINT32_MAX;
+    pthread_mutex_unlock(&r->lock);
+    return room;
+}
+
+/* Appends an event whose text (n_text bytes) was written at `place`, and tells the reader. Called
+ * with the lock held. */
+static void push_event(nb_request *r, const nb_event *event, uint32_t place)
+{
+    NB_ASSERT(r->count < NBI_EVENTS_MAX && !r->ended);
+    nbi_event_slot *slot = &r->ring[(r->head + r->count) % NBI_EVENTS_MAX];
+    slot->event = *event;
+    slot->event.text = r->text_ring + place;
+    r->text_end = place + (uint32_t)event->n_text;
+    slot->text_end = r->text_end;
+    r->count++;
+    r->ended = event->finish != NB_FINISH_NONE;
+    pthread_cond_signal(&r->readable);
+    if (r->notify && !r->closed) r->notify(r->notify_user);
+}
+
+static float finite_logprob(float x)
+{
+    return x > -9999.0f ? x : -9999.0f; /* also for NaN and -inf: JSON has neither */
+}
+
+static void fill_logprobs(nb_event *event, const nb_request *r, const nbi_sample_out *out)
+{
+    if (r->sampling.n_logprobs < 0) return;
+    event->has_logprob = true;
+    event->logprob = finite_logprob(out->logprob);
+    event->n_top = (uint32_t)r->sampling.n_logprobs;
+    for (uint32_t i = 0; i < event->n_top; i++) {
+        event->top[i] = (nb_logprob){out->top_ids[i], finite_logprob(out->top_logprobs[i])};
+    }
+}
+
+/* ---------------------------------------------------------------- prompt tokens */
+
+void nbi_request_put_prompt(nb_request *r, uint32_t index, const nbi_sample_out *out)
+{
+    nb_event event = {
+        .id = r->tokens[index], .is_prompt = true, .matched_id = -1, .matched_string = -1};
+    if (out) fill_logprobs(&event, r, out);
+    pthread_mutex_lock(&r->lock);
+    uint32_t place = text_place(r);
+    push_event(r, &event, place == UINT32_MAX ? r->text_end : place);
+    pthread_mutex_unlock(&r->lock);
+    r->n_reported = index + 1;
+}
+
+/* ---------------------------------------------------------------- answer tokens */
+
+static bool is_end_id(const nb_request *r, int32_t id)
+{
+    for (uint32_t i = 0; i < r->n_end_ids; i++) {
+        if (r->end_ids[i] == id) return true;
+    }
+    return false;
+}
+
+/* Bytes a token gives to the text; none for special tokens that are to be skipped. */
+static const char *token_text(const nb_engine *e, const nb_request *r, int32_t id, size_t *n)
+{
+    *n = 0;
+    if (!e->tokenizer || (r->sampling.skip_special && nbi_token_is_special(e->tokenizer, id)))
+        return "";
+    const char *bytes = nbi_token_bytes(e->tokenizer, id, n);
+    return bytes ? bytes : "";
+}
+
+/* Bytes -> whole characters -> what cannot become a stop string any more. Appends to event's text
+ * at out. */
+static void add_text(nb_request *r, nb_event *event, const char *bytes, size_t n, char *out)
+{
+    char *whole = r->whole;
+    size_t n_whole = nbi_decoder_push(&r->decoder, bytes, n, whole);
+    if (r->n_tokens - r->n_prompt < r->sampling.min_tokens) {
+        memcpy(out + event->n_text, whole, n_whole);
+        event->n_text += n_whole;
+        return;
+    }
+    event->n_text += nbi_stopper_push(&r->stopper, whole, n_whole, r->sampling.include_stop,
+                                      out + event->n_text, &event->matched_string);
+}
+
+/* The answer ends without a stop string: half characters and held-back text come out. */
+static void flush_text(nb_request *r, nb_event *event, char *out)
+{
+    size_t n = nbi_decoder_flush(&r->decoder, r->whole);
+    event->n_text += nbi_stopper_push(&r->stopper, r->whole, n, r->sampling.include_stop,
+                                      out + event->n_text, &event->matched_string);
+    if (event->matched_string < 0)
+        event->n_text += nbi_stopper_flush(&r->stopper, out + event->n_text);
+}
+
+static void write_text(nb_engine *e, nb_request *r, nb_event *event, char *out)
+{
+    size_t n;
+    const char *bytes = token_text(e, r, event->id, &n);
+    bool ends = is_end_id(r, event->id);
+    if (!ends || r->sampling.include_stop) add_text(r, event, bytes, n, out);
+    if (event->matched_string >= 0) {
+        event->finish = NB_FINISH_STOP;
+        return;
+    }
+    if (ends) {
+        event->finish = NB_FINISH_STOP;
+        event->matched_id = event->id;
+    } else if (r->n_tokens == r->n_max) {
+        event->finish = NB_FINISH_LENGTH;
+    }
+    if (event->finish != NB_FINISH_NONE) flush_text(r, event, out);
+}
+
+bool nbi_request_put_token(nb_engine *e, nb_request *r, const nbi_sample_out *out)
+{
+    NB_ASSERT(r->n_tokens < r->n_max);
+    nb_event event = {.id = out->id, .matched_id = -1, .matched_string = -1};
+    r->tokens[r->n_tokens++] = out->id;
+    fill_logprobs(&event, r, out);
+    pthread_mutex_lock(&r->lock);
+    uint32_t place = text_place(r);
+    NB_ASSERT(place != UINT32_MAX); /* nbi_request_has_room() said so before the step */
+    write_text(e, r, &event, r->text_ring + place);
+    push_event(r, &event, place);
+    pthread_mutex_unlock(&r->lock);
+    return event.finish != NB_FINISH_NONE;
+}
+
+void nbi_request_end(nb_request *r, nb_finish finish, const char *why)
+{
+    nb_event event = {.id = -1, .finish = finish, .matched_id = -1, .matched_string = -1};
+    pthread_mutex_lock(&r->lock);
+    if (!r->ended) {
+        if (why) snprintf(r->error, sizeof r->error, "%s", why);
+        push_event(r, &event, r->text_end);
+    }
+    pthread_mutex_unlock(&r->lock);
+}

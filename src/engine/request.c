@@ -1,0 +1,309 @@
+/* Requests from the user's side: submit, read, cancel, close. Any thread. */
+#include <errno.h>
+#include <string.h>
+#include <time.h>
+
+#include "engine/engine.h"
+
+void nbi_engine_kick(nb_engine *e)
+{
+    pthread_mutex_lock(&e->lock);
+    e->kick = true;
+    pthread_cond_signal(&e->work);
+    pthread_mutex_unlock(&e->lock);
+}
+
+/* ---------------------------------------------------------------- checks */
+
+static nb_status check_range(bool ok, nb_error *err, const char *field, double found,
+                             const char *expected)
+{
+    if (ok) return NB_OK;
+    return nbi_fail(err, NB_INVALID, "%s is %g; expected %s", field, found, expected);
+}
+
+static nb_status check_sampling(const nb_engine *e, const nb_sampling *s, nb_error *err)
+{
+    NB_TRY(check_range(s->temperature >= 0 && s->temperature <= 1e6f, err, "temperature",
+                       s->temperature, "a finite number >= 0"));
+    NB_TRY(check_range(s->top_p > 0 && s->top_p <= 1, err, "top_p", s->top_p, "0 < top_p <= 1"));
+    NB_TRY(check_range(s->min_p >= 0 && s->min_p <= 1, err, "min_p", s->min_p, "0 <= min_p <= 1"));
+    NB_TRY(check_range(s->top_k >= -1, err, "top_k", s->top_k, "-1 (off) or a count"));
+    NB_TRY(check_range(s->n_logprobs >= -1 && s->n_logprobs <= NB_TOP_LOGPROBS_MAX, err, "logprobs",
+                       s->n_logprobs, "at most 20 top log-probabilities"));
+    NB_TRY(check_range(s->n_stop_strings <= NB_STOP_STRINGS_MAX, err, "stop", s->n_stop_strings,
+                       "at most 16 strings"));
+    NB_TRY(check_range(s->n_stop_ids <= NB_STOP_IDS_MAX, err, "stop_token_ids", s->n_stop_ids,
+                       "at most 64 ids"));
+    NB_TRY(check_range(!s->max_tokens || s->min_tokens <= s->max_tokens, err, "min_tokens",
+                       s->min_tokens, "at most max_tokens"));
+    if (s->n_stop_strings && !e->tokenizer) {
+        return nbi_fail(err, NB_UNSUPPORTED,
+                        "stop: this model has no tokenizer, so there is no text to search");
+    }
+    for (uint32_t i = 0; i < s->n_stop_strings; i++) {
+        size_t n = strlen(s->stop_strings[i]);
+        NB_TRY(check_range(n > 0 && n <= NBI_STOP_BYTES_MAX, err, "stop: length", (double)n,
+                           "1 to 1024 bytes"));
+    }
+    for (uint32_t i = 0; i < s->n_stop_ids; i++) {
+        bool ok =
+            s->stop_ids[i] >= 0 && (uint32_t)s->stop_ids[i] < nbi_model_config(e->model)->vocab;
+        NB_TRY(check_range(ok, err, "stop_token_ids", s->stop_ids[i], "an id of the vocabulary"));
+    }
+    return NB_OK;
+}
+
+static nb_status check_prompt(const nb_engine *e, const nb_request_options *o, nb_error *err)
+{
+    uint32_t vocab = nbi_model_config(e->model)->vocab;
+    if (!o->n_prompt)
+        return nbi_fail(err, NB_INVALID, "prompt is empty; expected at least one token");
+    if (o->n_prompt >= e->max_context) {
+        return nbi_fail(err, NB_TOO_LARGE,
+                        "this model's context holds %u tokens; the prompt has %zu and leaves no "
+                        "room for an answer",
+                        e->max_context, o->n_prompt);
+    }
+    if (o->n_prompt + o->sampling.max_tokens > e->max_context) {
+        return nbi_fail(err, NB_TOO_LARGE,
+                        "this model's context holds %u tokens; the prompt has %zu and max_tokens "
+                        "asks for %u more",
+                        e->max_context, o->n_prompt, o->sampling.max_tokens);
+    }
+    for (size_t i = 0; i < o->n_prompt; i++) {
+        if (o->prompt[i] < 0 || (uint32_t)o->prompt[i] >= vocab) {
+            return nbi_fail(err, NB_INVALID, "prompt[%zu] is token id %d; expected 0 to %u", i,
+                            o->prompt[i], vocab - 1);
+        }
+    }
+    return NB_OK;
+}
+
+/* ---------------------------------------------------------------- making one */
+
+/* One block for the stop strings; the copies replace the caller's pointers. */
+static nb_status copy_stops(nb_request *r, nb_error *err)
+{
+    nb_sampling *s = &r->sampling;
+    size_t total = 0;
+    for (uint32_t i = 0; i < s->n_stop_strings; i++) total += strlen(s->stop_strings[i]) + 1;
+    if (!total) return NB_OK;
+    char *at = r->stop_text = nbi_malloc(total);
+    if (!at) return nbi_fail(err, NB_NO_MEMORY, "request: out of memory");
+    for (uint32_t i = 0; i < s->n_stop_strings; i++) {
+        size_t n = strlen(s->stop_strings[i]) + 1;
+        memcpy(at, s->stop_strings[i], n);
+        s->stop_strings[i] = at;
+        at += n;
+    }
+    return NB_OK;
+}
+
+static void collect_end_ids(const nb_engine *e, nb_request *r)
+{
+    const nbi_config *c = nbi_model_config(e->model);
+    for (uint32_t i = 0; i < c->n_eos && !r->sampling.ignore_eos; i++)
+        r->end_ids[r->n_end_ids++] = c->eos[i];
+    for (uint32_t i = 0; i < r->sampling.n_stop_ids; i++)
+        r->end_ids[r->n_end_ids++] = r->sampling.stop_ids[i];
+}
+
+static void draw_seed(nb_engine *e, nb_sampling *s)
+{
+    if (s->has_seed) return;
+    s->seed = (atomic_fetch_add(&e->seed_counter, 1) + 1) *
+              0x9e3779b97f4a7c15ull; /* Weyl sequence: distinct per request */
+}
+
+static nb_status fill(nb_request *r, nb_engine *e, const nb_request_options *o, nb_error *err)
+{
+    r->sampling = o->sampling;
+    NB_TRY(copy_stops(r, err));
+    collect_end_ids(e, r);
+    draw_seed(e, &r->sampling);
+    r->n_prompt = r->n_tokens = (uint32_t)o->n_prompt;
+    r->n_max = o->sampling.max_tokens ? r->n_prompt + o->sampling.max_tokens : e->max_context;
+    r->n_pages_max = (r->n_max + NBI_PAGE_TOKENS - 1) / NBI_PAGE_TOKENS;
+    size_t longest_stop = 0;
+    for (uint32_t i = 0; i < r->sampling.n_stop_strings; i++) {
+        size_t n = strlen(r->sampling.stop_strings[i]);
+        if (n > longest_stop) longest_stop = n;
+    }
+    r->text_worst = (uint32_t)(3 * (e->max_token_bytes + 4) + longest_stop +
+                               16); /* a bad byte becomes the 3 of U+FFFD */
+    r->text_cap = 8 * r->text_worst + 2048;
+    r->tokens = nbi_malloc(r->n_max * sizeof *r->tokens);
+    r->pages = nbi_malloc(r->n_pages_max * sizeof *r->pages);
+    r->ring = nbi_calloc(NBI_EVENTS_MAX, sizeof *r->ring);
+    r->text_ring = nbi_malloc((size_t)r->text_cap + r->text_worst);
+    if (!r->tokens || !r->pages || !r->ring || !r->text_ring)
+        return nbi_fail(err, NB_NO_MEMORY, "request: out of memory");
+    r->whole = r->text_ring + r->text_cap;
+    memcpy(r->tokens, o->prompt, o->n_prompt * sizeof *r->tokens);
+    nbi_decoder_init(&r->decoder);
+    nbi_stopper_init(&r->stopper, r->sampling.stop_strings, r->sampling.n_stop_strings);
+    r->notify = o->notify;
+    r->notify_user = o->notify_user;
+    return NB_OK;
+}
+
+static void destroy(nb_request *r)
+{
+    pthread_mutex_destroy(&r->lock);
+    pthread_cond_destroy(&r->readable);
+    nbi_free(r->stop_text);
+    nbi_free(r->tokens);
+    nbi_free(r->pages);
+    nbi_free(r->ring);
+    nbi_free(r->text_ring);
+    nbi_free(r);
+}
+
+void nbi_request_unref(nb_request *r)
+{
+    if (atomic_fetch_sub(&r->refs, 1) == 1) destroy(r);
+}
+
+static nb_status create(nb_request **out, nb_engine *e, const nb_request_options *o, nb_error *err)
+{
+    nb_request *r = nbi_calloc(1, sizeof *r);
+    if (!r) return nbi_fail(err, NB_NO_MEMORY, "request: out of memory");
+    pthread_condattr_t attr;
+    pthread_condattr_init(&attr);
+    pthread_condattr_setclock(&attr, CLOCK_MONOTONIC);
+    pthread_mutex_init(&r->lock, NULL);
+    pthread_cond_init(&r->readable, &attr);
+    pthread_condattr_destroy(&attr);
+    atomic_init(&r->refs, 2);
+    r->engine = e;
+    nb_status st = fill(r, e, o, err);
+    if (st != NB_OK) {
+        destroy(r);
+        return st;
+    }
+    *out = r;
+    return NB_OK;
+}
+
+/* Queues the request; refused when the engine stops or has failed. */
+static nb_status enqueue(nb_engine *e, nb_request *r, nb_error *err)
+{
+    nb_status st = NB_OK;
+    pthread_mutex_lock(&e->lock);
+    if (e->has_failed) {
+        st = nbi_fail(err, NB_CLOSED, "%s", e->failure);
+    } else if (atomic_load(&e->stopping)) {
+        st = nbi_fail(err, NB_CLOSED, "the engine is shutting down");
+    } else {
+        if (e->waiting_tail) {
+            e->waiting_tail->next = r;
+        } else {
+            e->waiting_head = r;
+        }
+        e->waiting_tail = r;
+        e->n_waiting++;
+        pthread_cond_signal(&e->work);
+    }
+    pthread_mutex_unlock(&e->lock);
+    return st;
+}
+
+nb_status nb_request_submit(nb_request **out, nb_engine *e, const nb_request_options *o,
+                            nb_error *err)
+{
+    NB_TRY(check_prompt(e, o, err));
+    NB_TRY(check_sampling(e, &o->sampling, err));
+    nb_request *r;
+    NB_TRY(create(&r, e, o, err));
+    nb_status st = enqueue(e, r, err);
+    if (st != NB_OK) {
+        destroy(r);
+        return st;
+    }
+    *out = r;
+    return NB_OK;
+}
+
+/* ---------------------------------------------------------------- reading */
+
+/* Waits until an event is there. False on timeout. Called with the lock held. */
+static bool wait_readable(nb_request *r, int timeout_ms)
+{
+    struct timespec until;
+    clock_gettime(CLOCK_MONOTONIC, &until);
+    if (timeout_ms > 0) {
+        until.tv_sec += timeout_ms / 1000;
+        until.tv_nsec += (long)(timeout_ms % 1000) * 1000000;
+        if (until.tv_nsec >= 1000000000) {
+            until.tv_sec++;
+            until.tv_nsec -= 1000000000;
+        }
+    }
+    while (!r->count) {
+        if (timeout_ms == 0) return false;
+        if (timeout_ms < 0) {
+            pthread_cond_wait(&r->readable, &r->lock);
+        } else if (pthread_cond_timedwait(&r->readable, &r->lock, &until) == ETIMEDOUT) {
+            return r->count > 0;
+        }
+    }
+    return true;
+}
+
+/* Frees the slot handed out last. Called with the lock held. */
+static void release_read(nb_request *r)
+{
+    if (!r->reading) return;
+    r->reading = false;
+    r->text_begin = r->ring[r->head].text_end;
+    if (r->ring[r->head].event.finish != NB_FINISH_NONE) r->drained = true;
+    r->head = (r->head + 1) % NBI_EVENTS_MAX;
+    r->count--;
+}
+
+nb_status nb_request_read(nb_request *r, nb_event *event, int timeout_ms, nb_error *err)
+{
+    bool was_crowded = false;
+    nb_status st = NB_OK;
+    pthread_mutex_lock(&r->lock);
+    was_crowded = r->count > NBI_EVENTS_MAX / 2;
+    release_read(r);
+    if (r->drained) {
+        st = nbi_fail(err, NB_CLOSED, "the request has ended and every event was read");
+    } else if (!wait_readable(r, timeout_ms)) {
+        st = NB_AGAIN;
+    } else {
+        *event = r->ring[r->head].event;
+        r->reading = true;
+    }
+    pthread_mutex_unlock(&r->lock);
+    if (was_crowded) nbi_engine_kick(r->engine); /* the step may have been waiting for room */
+    return st;
+}
+
+const char *nb_request_error(const nb_request *r)
+{
+    return r->error;
+}
+
+/* ---------------------------------------------------------------- ending */
+
+void nb_request_cancel(nb_request *r)
+{
+    atomic_store(&r->cancelled, true);
+    nbi_engine_kick(r->engine);
+}
+
+void nb_request_close(nb_request **request)
+{
+    nb_request *r = *request;
+    if (!r) return;
+    pthread_mutex_lock(&r->lock);
+    r->closed = true; /* no notify from here on */
+    bool ended = r->ended;
+    pthread_mutex_unlock(&r->lock);
+    if (!ended) nb_request_cancel(r);
+    nbi_request_unref(r);
+    *request = NULL;
+}

@@ -1,0 +1,337 @@
+/* One step: reap, admit, build the batch, run it, hand out tokens.
+ *
+ * Order is first come, first served. Every running request gets its decode row first; prompts share
+ * what is left of the token budget in order of admission. When pages run out, the youngest running
+ * request is put back to the head of the queue and will be computed again; the same tokens come
+ * out, since a row's bits depend on its own request alone. The oldest always proceeds: the pool
+ * holds a whole context. */
+#include <stdio.h>
+
+#include "base/log.h"
+#include "engine/engine.h"
+
+void nbi_request_drop_pages(nb_engine *e, nb_request *r)
+{
+    for (uint32_t i = 0; i < r->n_pages; i++) nbi_kvpool_give(&e->pool, r->pages[i]);
+    r->n_pages = 0;
+    r->n_cached = 0;
+}
+
+static uint32_t pages_for(uint32_t tokens)
+{
+    return (tokens + NBI_PAGE_TOKENS - 1) / NBI_PAGE_TOKENS;
+}
+
+/* ---------------------------------------------------------------- queue and running list */
+
+static nb_request *pop_waiting(nb_engine *e)
+{
+    nb_request *r = e->waiting_head;
+    if (!r) return NULL;
+    e->waiting_head = r->next;
+    if (!e->waiting_head) e->waiting_tail = NULL;
+    r->next = NULL;
+    e->n_waiting--;
+    return r;
+}
+
+static void push_waiting_front(nb_engine *e, nb_request *r)
+{
+    r->next = e->waiting_head;
+    e->waiting_head = r;
+    if (!e->waiting_tail) e->waiting_tail = r;
+    e->n_waiting++;
+}
+
+static void count_end(nb_engine *e, nb_finish finish)
+{
+    pthread_mutex_lock(&e->lock);
+    if (finish == NB_FINISH_ERROR) {
+        e->stats.requests_failed++;
+    } else if (finish == NB_FINISH_CANCELLED) {
+        e->stats.requests_cancelled++;
+    } else {
+        e->stats.requests_finished++;
+    }
+    pthread_mutex_unlock(&e->lock);
+}
+
+/* Takes running[i] out: pages back, the engine's reference dropped. The event that ended it was
+ * written before. */
+static void retire(nb_engine *e, uint32_t i)
+{
+    nb_request *r = e->running[i];
+    nbi_request_drop_pages(e, r);
+    for (uint32_t j = i; j + 1 < e->n_running; j++) e->running[j] = e->running[j + 1];
+    e->n_running--;
+    nbi_request_unref(r);
+}
+
+static void reap_running(nb_engine *e)
+{
+    for (uint32_t i = 0; i < e->n_running;) {
+        if (!atomic_load(&e->running[i]->cancelled)) {
+            i++;
+            continue;
+        }
+        nbi_request_end(e->running[i], NB_FINISH_CANCELLED, NULL);
+        count_end(e, NB_FINISH_CANCELLED);
+        retire(e, i);
+    }
+}
+
+/* Takes cancelled requests out of the queue into a list of their own. */
+static nb_request *take_cancelled(nb_engine *e)
+{
+    nb_request *taken = NULL, *last = NULL;
+    pthread_mutex_lock(&e->lock);
+    for (nb_request **at = &e->waiting_head; *at;) {
+        nb_request *r = *at;
+        if (!atomic_load(&r->cancelled)) {
+            last = r;
+            at = &r->next;
+            continue;
+        }
+        *at = r->next;
+        r->next = taken;
+        taken = r;
+        e->n_waiting--;
+    }
+    e->waiting_tail = last;
+    pthread_mutex_unlock(&e->lock);
+    return taken;
+}
+
+static void reap_waiting(nb_engine *e)
+{
+    nb_request *r = take_cancelled(e);
+    while (r) {
+        nb_request *next = r->next;
+        nbi_request_end(r, NB_FINISH_CANCELLED, NULL);
+        count_end(e, NB_FINISH_CANCELLED);
+        nbi_request_unref(r);
+        r = next;
+    }
+}
+
+/* Admits from the queue while there is a slot and pages for a first chunk, leaving every running
+ * request one page to grow into. */
+static void admit(nb_engine *e)
+{
+    pthread_mutex_lock(&e->lock);
+    while (e->waiting_head && e->n_running < e->max_running) {
+        uint32_t first =
+            e->waiting_head->n_tokens < e->chunk_size ? e->waiting_head->n_tokens : e->chunk_size;
+        if (e->n_running && e->pool.n_free < pages_for(first) + e->n_running) break;
+        e->running[e->n_running++] = pop_waiting(e);
+    }
+    pthread_mutex_unlock(&e->lock);
+}
+
+/* ---------------------------------------------------------------- batch */
+
+/* Puts the youngest running request behind index `keep` back into the queue. False when there is
+ * none. */
+static bool preempt_youngest(nb_engine *e, uint32_t keep)
+{
+    if (e->n_running <= keep + 1) return false;
+    nb_request *r = e->running[--e->n_running];
+    nbi_request_drop_pages(e, r);
+    pthread_mutex_lock(&e->lock);
+    push_waiting_front(e, r);
+    e->stats.preemptions++;
+    pthread_mutex_unlock(&e->lock);
+    return true;
+}
+
+/* Gives running[i] pages for its next `rows` rows, taking them from younger requests if need be.
+ * Returns the rows that fit. */
+static uint32_t ensure_pages(nb_engine *e, uint32_t i, uint32_t rows)
+{
+    nb_request *r = e->running[i];
+    uint32_t want = pages_for(r->n_cached + rows);
+    while (r->n_pages < want) {
+        int32_t page = nbi_kvpool_take(&e->pool);
+        if (page >= 0) {
+            r->pages[r->n_pages++] = page;
+        } else if (!preempt_youngest(e, i)) {
+            break;
+        }
+    }
+    uint32_t fit = r->n_pages * NBI_PAGE_TOKENS - r->n_cached;
+    return fit < rows ? fit : rows;
+}
+
+/* Rows that running[i] may have of the budget. A request that wants prompt log-probabilities is
+ * held to the logit rows that are left. */
+static uint32_t rows_wanted(const nb_request *r, uint32_t budget, uint32_t logit_rows)
+{
+    uint32_t rows = r->n_tokens - r->n_cached;
+    if (rows > budget) rows = budget;
+    if (r->sampling.prompt_logprobs && r->n_reported < r->n_prompt && rows > logit_rows)
+        rows = logit_rows;
+    return rows;
+}
+
+static void add_decoding(nb_engine *e)
+{
+    for (uint32_t i = 0; i < e->n_running; i++) {
+        nb_request *r = e->running[i];
+        r->rows = 0;
+        if (r->n_tokens - r->n_cached != 1 || !nbi_request_has_room(r, 1)) continue;
+        if (ensure_pages(e, i, 1)) nbi_step_batch_add(&e->batch, r, 1);
+    }
+}
+
+static void add_prompts(nb_engine *e)
+{
+    uint32_t budget = e->chunk_size;
+    for (uint32_t i = 0; i < e->n_running && budget; i++) {
+        nb_request *r = e->running[i];
+        if (r->rows || r->n_tokens - r->n_cached == 1) continue;
+        uint32_t left = e->batch.max_logit_rows - e->batch.view.n_logit_rows;
+        uint32_t others = e->n_running - i - 1; /* each may still need one logit row */
+        uint32_t rows = rows_wanted(r, budget, left > others ? left - others : 0);
+        if (!rows || !nbi_request_has_room(r, rows)) continue;
+        rows = ensure_pages(e, i, rows);
+        if (!rows) continue;
+        nbi_step_batch_add(&e->batch, r, rows);
+        budget -= rows;
+    }
+}
+
+/* A request preempted after it was added must not run: decode rows are added first, and only
+ * younger requests are preempted, which are added later; prompts likewise. Still, an added younger
+ * decode row can lose its pages to an older prompt: rebuild without it. */
+static bool lost_a_member(const nb_engine *e)
+{
+    for (uint32_t s = 0; s < e->batch.view.n_seqs; s++) {
+        if (!e->batch.seqs[s]->n_pages) return true;
+    }
+    return false;
+}
+
+static void build(nb_engine *e)
+{
+    do {
+        nbi_step_batch_clear(&e->batch);
+        add_decoding(e);
+        add_prompts(e);
+    } while (lost_a_member(e));
+}
+
+/* ---------------------------------------------------------------- results */
+
+/* First guard code among a sequence's rows or its logit rows, 0 when all are fine. */
+static int32_t fault_of(const nbi_step_batch *b, uint32_t s)
+{
+    for (int32_t row = b->seq_first[s]; row < b->seq_first[s + 1]; row++) {
+        if (b->row_fault[row]) return b->row_fault[row];
+    }
+    for (uint32_t i = b->seq_logit[s]; i < b->seq_logit[s + 1]; i++) {
+        if (b->logit_fault[i]) return b->logit_fault[i];
+    }
+    return 0;
+}
+
+static nb_finish fail_numeric(nb_request *r, int32_t fault)
+{
+    char what[160], why[NB_ERROR_TEXT_MAX];
+    nbi_fault_text(fault, what, sizeof what);
+    snprintf(why, sizeof why, "numerics guard: %s at token %u of the request", what, r->n_cached);
+    nbi_log(NB_LOG_ERROR, "%s", why);
+    nbi_request_end(r, NB_FINISH_ERROR, why);
+    return NB_FINISH_ERROR;
+}
+
+/* Hands the logit rows of sequence s out, in order. Returns how it ended, NB_FINISH_NONE when it
+ * goes on. */
+static nb_finish deliver(nb_engine *e, uint32_t s)
+{
+    nbi_step_batch *b = &e->batch;
+    nb_request *r = b->seqs[s];
+    int32_t fault = fault_of(b, s);
+    if (fault) return fail_numeric(r, fault);
+    r->n_cached += r->rows;
+    if (r->sampling.prompt_logprobs && !r->n_reported) nbi_request_put_prompt(r, 0, NULL);
+    for (uint32_t i = b->seq_logit[s]; i < b->seq_logit[s + 1]; i++) {
+        if (b->sample_rows[i].forced) {
+            nbi_request_put_prompt(r, r->n_reported, &b->sample_out[i]);
+        } else if (nbi_request_put_token(e, r, &b->sample_out[i])) {
+            return NB_FINISH_STOP;
+        }
+    }
+    return NB_FINISH_NONE;
+}
+
+static uint32_t min_u32(uint32_t a, uint32_t b)
+{
+    return a < b ? a : b;
+}
+
+static uint32_t index_of(const nb_engine *e, const nb_request *r)
+{
+    uint32_t i = 0;
+    while (e->running[i] != r) i++;
+    return i;
+}
+
+static void deliver_all(nb_engine *e)
+{
+    nbi_step_batch *b = &e->batch;
+    uint64_t prompt = 0, generated = 0;
+    for (uint32_t s = 0; s < b->view.n_seqs; s++) {
+        nb_request *r = b->seqs[s];
+        uint32_t tokens = r->n_tokens, cached = r->n_cached;
+        nb_finish finish = deliver(e, s);
+        generated += r->n_tokens - tokens;
+        prompt += min_u32(r->n_cached, r->n_prompt) - min_u32(cached, r->n_prompt);
+        if (finish == NB_FINISH_NONE) continue;
+        count_end(e, finish);
+        retire(e, index_of(e, r));
+    }
+    pthread_mutex_lock(&e->lock);
+    e->stats.n_steps++;
+    e->stats.prompt_tokens += prompt;
+    e->stats.generated_tokens += generated;
+    pthread_mutex_unlock(&e->lock);
+}
+
+static nb_status run(nb_engine *e, nb_error *err)
+{
+    nbi_step_batch *b = &e->batch;
+    float *logits;
+    NB_TRY(nbi_model_forward(e->model, &e->kv, &b->view, &logits, err));
+    if (b->view.n_logit_rows) {
+        e->backend->ops->sample(e->backend,
+                                &(nbi_sample_args){.out = b->sample_out,
+                                                   .logits = logits,
+                                                   .rows = b->sample_rows,
+                                                   .n_rows = b->view.n_logit_rows,
+                                                   .vocab = nbi_model_config(e->model)->vocab,
+                                                   .n_valid = e->n_valid_ids,
+                                                   .row_fault = b->logit_fault});
+    }
+    return e->backend->ops->sync(e->backend, err);
+}
+
+nb_status nbi_engine_step_once(nb_engine *e, bool *worked, nb_error *err)
+{
+    reap_running(e);
+    reap_waiting(e);
+    admit(e);
+    nbi_heap_forbid();
+    build(e);
+    nb_status st = NB_OK;
+    if (e->batch.view.n_rows) {
+        st = run(e, err);
+        if (st == NB_OK) deliver_all(e);
+    }
+    nbi_heap_allow();
+    *worked = e->batch.view.n_rows > 0;
+    pthread_mutex_lock(&e->lock);
+    e->stats.n_running = e->n_running;
+    e->stats.kv_tokens_used = (uint64_t)(e->pool.n_pages - e->pool.n_free) * NBI_PAGE_TOKENS;
+    pthread_mutex_unlock(&e->lock);
+    return st;
+}
