@@ -23,7 +23,6 @@ extern "C" {
 /* Rows whose logits one step can hold beside the running requests' own (prompt log-probabilities).
  */
 #define NBI_PROMPT_LOGIT_ROWS 32u
-#define NBI_STOP_BYTES_MAX    1024u
 
 /* One event in the ring; its text lies in the request's text ring. */
 typedef struct nbi_event_slot {
@@ -39,7 +38,6 @@ struct nb_request {
 
     /* sequence: the step's */
     nb_sampling sampling;
-    char *stop_text;                                /* copies of the stop strings, one block */
     int32_t end_ids[NBI_EOS_MAX + NB_STOP_IDS_MAX]; /* ids that end the answer */
     uint32_t n_end_ids;
     int32_t *tokens; /* [n_max] prompt, then answer */
@@ -50,7 +48,7 @@ struct nb_request {
     uint32_t n_pages, n_pages_max;
     uint32_t rows;       /* rows in the batch being run */
     nbi_decoder decoder; /* bytes -> whole characters */
-    nbi_stopper stopper; /* holds back what may become a stop string */
+    nbi_stop *stop;      /* holds back what may become a stop string */
 
     /* events: `lock` */
     pthread_mutex_t lock;

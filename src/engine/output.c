@@ -94,29 +94,35 @@ static const char *token_text(const nb_engine *e, const nb_request *r, int32_t i
     return bytes ? bytes : "";
 }
 
+/* Searches n bytes of r->whole for stop strings; appends what is safe to the event's text at out.
+ */
+static void push_stop(nb_request *r, nb_event *event, size_t n, char *out)
+{
+    int matched = -1;
+    event->n_text += nbi_stop_push(r->stop, r->whole, n, r->sampling.include_stop,
+                                   out + event->n_text, &matched);
+    event->matched_string = matched;
+}
+
 /* Bytes -> whole characters -> what cannot become a stop string any more. Appends to event's text
  * at out. */
 static void add_text(nb_request *r, nb_event *event, const char *bytes, size_t n, char *out)
 {
-    char *whole = r->whole;
-    size_t n_whole = nbi_decoder_push(&r->decoder, bytes, n, whole);
+    size_t n_whole = nbi_decoder_push(&r->decoder, bytes, n, r->whole);
     if (r->n_tokens - r->n_prompt < r->sampling.min_tokens) {
-        memcpy(out + event->n_text, whole, n_whole);
+        memcpy(out + event->n_text, r->whole, n_whole);
         event->n_text += n_whole;
         return;
     }
-    event->n_text += nbi_stopper_push(&r->stopper, whole, n_whole, r->sampling.include_stop,
-                                      out + event->n_text, &event->matched_string);
+    push_stop(r, event, n_whole, out);
 }
 
 /* The answer ends without a stop string: half characters and held-back text come out. */
 static void flush_text(nb_request *r, nb_event *event, char *out)
 {
     size_t n = nbi_decoder_flush(&r->decoder, r->whole);
-    event->n_text += nbi_stopper_push(&r->stopper, r->whole, n, r->sampling.include_stop,
-                                      out + event->n_text, &event->matched_string);
-    if (event->matched_string < 0)
-        event->n_text += nbi_stopper_flush(&r->stopper, out + event->n_text);
+    push_stop(r, event, n, out);
+    if (event->matched_string < 0) event->n_text += nbi_stop_flush(r->stop, out + event->n_text);
 }
 
 static void write_text(nb_engine *e, nb_request *r, nb_event *event, char *out)

@@ -37,14 +37,14 @@ static nb_status check_sampling(const nb_engine *e, const nb_sampling *s, nb_err
                        "at most 64 ids"));
     NB_TRY(check_range(!s->max_tokens || s->min_tokens <= s->max_tokens, err, "min_tokens",
                        s->min_tokens, "at most max_tokens"));
+    for (uint32_t i = 0; i < s->n_stop_strings; i++) {
+        if (!s->stop_strings[i][0])
+            return nbi_fail(err, NB_INVALID,
+                            "stop: an empty string; expected at least one character");
+    }
     if (s->n_stop_strings && !e->tokenizer) {
         return nbi_fail(err, NB_UNSUPPORTED,
                         "stop: this model has no tokenizer, so there is no text to search");
-    }
-    for (uint32_t i = 0; i < s->n_stop_strings; i++) {
-        size_t n = strlen(s->stop_strings[i]);
-        NB_TRY(check_range(n > 0 && n <= NBI_STOP_BYTES_MAX, err, "stop: length", (double)n,
-                           "1 to 1024 bytes"));
     }
     for (uint32_t i = 0; i < s->n_stop_ids; i++) {
         bool ok =
@@ -82,24 +82,6 @@ static nb_status check_prompt(const nb_engine *e, const nb_request_options *o, n
 
 /* ---------------------------------------------------------------- making one */
 
-/* One block for the stop strings; the copies replace the caller's pointers. */
-static nb_status copy_stops(nb_request *r, nb_error *err)
-{
-    nb_sampling *s = &r->sampling;
-    size_t total = 0;
-    for (uint32_t i = 0; i < s->n_stop_strings; i++) total += strlen(s->stop_strings[i]) + 1;
-    if (!total) return NB_OK;
-    char *at = r->stop_text = nbi_malloc(total);
-    if (!at) return nbi_fail(err, NB_NO_MEMORY, "request: out of memory");
-    for (uint32_t i = 0; i < s->n_stop_strings; i++) {
-        size_t n = strlen(s->stop_strings[i]) + 1;
-        memcpy(at, s->stop_strings[i], n);
-        s->stop_strings[i] = at;
-        at += n;
-    }
-    return NB_OK;
-}
-
 static void collect_end_ids(const nb_engine *e, nb_request *r)
 {
     const nbi_config *c = nbi_model_config(e->model);
@@ -119,19 +101,14 @@ static void draw_seed(nb_engine *e, nb_sampling *s)
 static nb_status fill(nb_request *r, nb_engine *e, const nb_request_options *o, nb_error *err)
 {
     r->sampling = o->sampling;
-    NB_TRY(copy_stops(r, err));
+    NB_TRY(nbi_stop_create(&r->stop, r->sampling.stop_strings, r->sampling.n_stop_strings, err));
     collect_end_ids(e, r);
     draw_seed(e, &r->sampling);
     r->n_prompt = r->n_tokens = (uint32_t)o->n_prompt;
     r->n_max = o->sampling.max_tokens ? r->n_prompt + o->sampling.max_tokens : e->max_context;
     r->n_pages_max = (r->n_max + NBI_PAGE_TOKENS - 1) / NBI_PAGE_TOKENS;
-    size_t longest_stop = 0;
-    for (uint32_t i = 0; i < r->sampling.n_stop_strings; i++) {
-        size_t n = strlen(r->sampling.stop_strings[i]);
-        if (n > longest_stop) longest_stop = n;
-    }
-    r->text_worst = (uint32_t)(3 * (e->max_token_bytes + 4) + longest_stop +
-                               16); /* a bad byte becomes the 3 of U+FFFD */
+    size_t worst = NBI_DECODER_ROOM(e->max_token_bytes) + NBI_DECODER_ROOM(0);
+    r->text_worst = (uint32_t)(worst + 2 * nbi_stop_room(r->stop, worst));
     r->text_cap = 8 * r->text_worst + 2048;
     r->tokens = nbi_malloc(r->n_max * sizeof *r->tokens);
     r->pages = nbi_malloc(r->n_pages_max * sizeof *r->pages);
@@ -141,8 +118,6 @@ static nb_status fill(nb_request *r, nb_engine *e, const nb_request_options *o, 
         return nbi_fail(err, NB_NO_MEMORY, "request: out of memory");
     r->whole = r->text_ring + r->text_cap;
     memcpy(r->tokens, o->prompt, o->n_prompt * sizeof *r->tokens);
-    nbi_decoder_init(&r->decoder);
-    nbi_stopper_init(&r->stopper, r->sampling.stop_strings, r->sampling.n_stop_strings);
     r->notify = o->notify;
     r->notify_user = o->notify_user;
     return NB_OK;
@@ -152,7 +127,7 @@ static void destroy(nb_request *r)
 {
     pthread_mutex_destroy(&r->lock);
     pthread_cond_destroy(&r->readable);
-    nbi_free(r->stop_text);
+    nbi_stop_destroy(&r->stop);
     nbi_free(r->tokens);
     nbi_free(r->pages);
     nbi_free(r->ring);
