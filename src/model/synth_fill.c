@@ -6,6 +6,8 @@
 #include "base/numfmt.h"
 #include "model/synth_parts.h"
 
+#define BATCH 256 /* words made at once */
+
 static inline uint64_t random_word(uint64_t key, uint64_t i)
 {
     uint64_t z = key + (i + 1) * 0x9e3779b97f4a7c15u;
@@ -14,45 +16,58 @@ static inline uint64_t random_word(uint64_t key, uint64_t i)
     return z ^ (z >> 31);
 }
 
-/* A random word as tensor bytes of the kind. */
-static inline uint64_t shape_word(const nbi_fill *f, uint64_t r)
+/* Words [first, first + BATCH) of the stream. */
+static void random_words(uint64_t key, uint64_t first, uint64_t out[BATCH])
 {
+    for (uint64_t i = 0; i < BATCH; i++) out[i] = random_word(key, first + i);
+}
+
+/* Random bits to tensor bytes of the kind, in place: loops without branches, which the compiler
+ * vectorises. */
+static void shape_words(const nbi_fill *f, uint64_t words[BATCH])
+{
+    union {
+        uint64_t words[BATCH];
+        int32_t i32[BATCH * 2];
+        float f32[BATCH * 2];
+        int16_t i16[BATCH * 4];
+        uint16_t u16[BATCH * 4];
+    } u;
+    const float center = f->center, spread = f->spread;
+    memcpy(u.words, words, sizeof u.words);
     switch (f->kind) {
-    case NBI_FILL_CODES: return r;
-    case NBI_FILL_E4M3_NEAR:
-        return 0x3838383838383838u | (r & 0x0707070707070707u); /* 1, 1.125, ... 1.875 */
-    case NBI_FILL_FP8: return r & 0xbfbfbfbfbfbfbfbfu;
-    case NBI_FILL_BF16: {
-        uint64_t out = 0;
-        for (int k = 0; k < 4; k++) {
-            float unit = (float)(int16_t)(r >> (16 * k)) * 0x1p-15f;
-            out |= (uint64_t)nbi_f32_bf16(f->center + f->spread * unit) << (16 * k);
+    case NBI_FILL_CODES: return;
+    case NBI_FILL_E4M3_NEAR: /* 1, 1.125, ... 1.875 */
+        for (int i = 0; i < BATCH; i++)
+            words[i] = 0x3838383838383838u | (words[i] & 0x0707070707070707u);
+        return;
+    case NBI_FILL_FP8:
+        for (int i = 0; i < BATCH; i++) words[i] &= 0xbfbfbfbfbfbfbfbfu;
+        return;
+    case NBI_FILL_BF16:
+        for (int i = 0; i < BATCH * 4; i++) { /* nbi_f32_bf16() without its NaN case */
+            uint32_t bits = nbi_f32_bits(center + spread * ((float)u.i16[i] * 0x1p-15f));
+            u.u16[i] = (uint16_t)((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
         }
-        return out;
+        break;
+    case NBI_FILL_F32:
+        for (int i = 0; i < BATCH * 2; i++)
+            u.f32[i] = center + spread * ((float)u.i32[i] * 0x1p-31f);
+        break;
     }
-    default: {
-        uint64_t out = 0;
-        for (int k = 0; k < 2; k++) {
-            float unit = (float)(int32_t)(r >> (32 * k)) * 0x1p-31f;
-            out |= (uint64_t)nbi_f32_bits(f->center + f->spread * unit) << (32 * k);
-        }
-        return out;
-    }
-    }
+    memcpy(words, u.words, sizeof u.words);
 }
 
 void nbi_fill_bytes(const nbi_fill *fill, uint64_t begin, uint8_t *out, size_t n)
 {
-    nbi_fill f = *fill; /* a copy the compiler can keep in registers */
-    uint64_t word = begin / 8;
-    size_t i = 0;
-    for (; i + 8 <= n; i += 8) {
-        uint64_t v = shape_word(&f, random_word(f.key, word++));
-        memcpy(out + i, &v, 8);
-    }
-    if (i < n) {
-        uint64_t v = shape_word(&f, random_word(f.key, word));
-        memcpy(out + i, &v, n - i);
+    uint64_t words[BATCH], skip = begin % sizeof words;
+    for (size_t i = 0; i < n;) {
+        size_t take = sizeof words - skip < n - i ? sizeof words - skip : n - i;
+        random_words(fill->key, (begin + i - skip) / 8, words);
+        shape_words(fill, words);
+        memcpy(out + i, (const uint8_t *)words + skip, take);
+        i += take;
+        skip = 0;
     }
 }
 

@@ -36,8 +36,7 @@ typedef struct nbi_fill {
     uint64_t bytes;
 } nbi_fill;
 
-/* Bytes [begin, begin + n) of the tensor; both multiples of 8 but at the tensor's end. Depends on
- * key and position alone. */
+/* Bytes [begin, begin + n) of the tensor. They depend on key and position alone. */
 void nbi_fill_bytes(const nbi_fill *fill, uint64_t begin, uint8_t *out, size_t n);
 /* Root mean square of what the kinds CODES (times E4M3_NEAR) and FP8 give. */
 float nbi_fill_rms_nvfp4(void);

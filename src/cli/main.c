@@ -1,0 +1,51 @@
+/* nibble: one program, one subcommand per task. The table is the only list of them; a subcommand
+ * lives in cmd_NAME.c. */
+#include <stdio.h>
+#include <string.h>
+
+#include "cli/cli.h"
+
+static const struct row {
+    const char *name;
+    int (*run)(int argc, char **argv);
+    const char *text;
+} rows[] = {
+    {"score", nbi_cmd_score, "log-likelihood, perplexity and logits of given tokens"},
+    {"synth", nbi_cmd_synth, "a checkpoint of random weights in the shape of a real model"},
+};
+
+static void print_help(FILE *to)
+{
+    fprintf(to,
+            "nibble %s: inference of mixture-of-experts language models in NVFP4\n\n"
+            "Usage: nibble COMMAND [OPTIONS]\n\nCommands:\n",
+            nb_version());
+    for (size_t i = 0; i < sizeof rows / sizeof *rows; i++)
+        fprintf(to, "  %-10s %s\n", rows[i].name, rows[i].text);
+    fprintf(to, "\n  nibble COMMAND --help    everything about a command\n  nibble --version\n");
+}
+
+int main(int argc, char **argv)
+{
+    if (argc < 2) {
+        print_help(stderr);
+        return NBI_EXIT_USAGE;
+    }
+    const char *name = argv[1];
+    if (!strcmp(name, "--help") || !strcmp(name, "-h") || !strcmp(name, "help")) {
+        print_help(stdout);
+        return NBI_EXIT_OK;
+    }
+    if (!strcmp(name, "--version")) {
+        printf("nibble %s\n", nb_version());
+        return NBI_EXIT_OK;
+    }
+    for (size_t i = 0; i < sizeof rows / sizeof *rows; i++)
+        if (!strcmp(name, rows[i].name)) {
+            int status = rows[i].run(argc - 1, argv + 1);
+            return fflush(stdout) ? NBI_EXIT_FAILED : status;
+        }
+    fprintf(stderr, "nibble: unknown %s %s\nTry: nibble --help\n",
+            name[0] == '-' ? "option" : "command", name);
+    return NBI_EXIT_USAGE;
+}
