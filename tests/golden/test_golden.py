@@ -1,0 +1,102 @@
+"""nibble's logits against the recorded Hugging Face ones, and against itself in other pieces.
+
+Run: pytest tests/golden/test_golden.py   (NIBBLE_BIN=PATH or --build DIR names the program)
+"""
+import os
+import pathlib
+import sys
+
+import numpy as np
+import pytest
+
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+import compare  # noqa: E402
+
+CASES = {c.name: c for c in compare.all_cases()}
+BY_CASE = pytest.mark.parametrize("name", sorted(CASES))
+# Pieces of one prompt take other kernels than the whole, so sums may be ordered differently.
+SAME_MODEL = 2e-5
+CPU_FLAGS = {"avx2": {"avx2", "fma"}, "avx512": {"avx512f", "avx512bw", "avx512vl"}}
+
+
+def cpu_has(level):
+    text = pathlib.Path("/proc/cpuinfo").read_text() if os.path.exists("/proc/cpuinfo") else ""
+    flags = next((set(line.split()) for line in text.splitlines() if line.startswith("flags")),
+                 set())
+    return CPU_FLAGS.get(level, set()) <= flags
+
+
+@pytest.fixture(scope="session")
+def whole(nibble, tmp_path_factory):
+    """Logits of all sequences of a case in one call, reference level, one piece; kept."""
+    kept = {}
+
+    def get(case):
+        if case.name not in kept:
+            work = tmp_path_factory.mktemp(case.name)
+            kept[case.name] = compare.score(nibble, case.folder, case.tokens, work,
+                                            "--cpu-level", "reference")
+        return kept[case.name]
+    return get
+
+
+def settle(table, verdict):
+    table.append(verdict.row)
+    assert verdict.ok, verdict.row
+
+
+def test_there_are_cases_of_every_family():
+    families = {c.meta["family"] for c in CASES.values()}
+    assert families == {"glm_moe_dsa", "glm4_moe_lite", "glm4_moe", "deepseek_v3", "deepseek_v32",
+                        "qwen3_moe"}
+    assert sum(c.has_w4a4 for c in CASES.values()) >= 2
+
+
+@BY_CASE
+def test_reference(name, whole, table):
+    case = CASES[name]
+    settle(table, compare.judge_float32(case, whole(case), "reference"))
+
+
+@BY_CASE
+def test_each_sequence_alone(name, nibble, whole, tmp_path):
+    """A file with one flat list of ids; the neighbours in the call change nothing."""
+    case = CASES[name]
+    start = 0
+    for ids in case.tokens:
+        got = compare.score(nibble, case.folder, ids, tmp_path, "--cpu-level", "reference")
+        rel = compare.relative(got, whole(case)[start:start + len(ids)])
+        assert rel.max() <= SAME_MODEL, f"{name}: {len(ids)} tokens alone differ by {rel.max():.2e}"
+        start += len(ids)
+
+
+@BY_CASE
+@pytest.mark.parametrize("chunk", [1, 7, 64])
+def test_chunks(name, chunk, nibble, whole, table, tmp_path):
+    """Prefill in pieces, down to token by token, gives what one piece gives."""
+    case = CASES[name]
+    got = compare.score(nibble, case.folder, case.tokens, tmp_path, "--cpu-level", "reference",
+                        "--chunk-size", str(chunk))
+    rel = compare.relative(got, whole(case))
+    assert rel.max() <= SAME_MODEL, f"{name}: chunk {chunk} differs by {rel.max():.2e}"
+    settle(table, compare.judge_float32(case, got, f"reference chunk {chunk}"))
+
+
+@BY_CASE
+@pytest.mark.parametrize("level", ["avx2", "avx512", "auto"])
+def test_levels(name, level, nibble, table, tmp_path):
+    if not cpu_has(level):
+        pytest.skip(f"this CPU has no {level}")
+    case = CASES[name]
+    got = compare.score(nibble, case.folder, case.tokens, tmp_path, "--cpu-level", level)
+    settle(table, compare.judge_loose(case, got, level))
+
+
+@pytest.mark.parametrize("name", sorted(n for n, c in CASES.items() if c.has_w4a4))
+def test_nvfp4_activations(name, nibble, table, tmp_path):
+    case = CASES[name]
+    got = compare.score(nibble, case.folder, case.tokens, tmp_path, "--cpu-level", "reference",
+                        "--activations", "w4a4")
+    settle(table, compare.judge_w4a4(case, got))
+    away = compare.relative(got, np.concatenate(case.logits()))
+    assert np.median(away) > case.meta["w4a4_distance"] / 2, "weight-only logits came back"
