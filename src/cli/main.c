@@ -10,6 +10,7 @@ static const struct row {
     int (*run)(int argc, char **argv);
     const char *text;
 } rows[] = {
+    {"inspect", nbi_cmd_inspect, "what a checkpoint holds and whether it can run"},
     {"score", nbi_cmd_score, "log-likelihood, perplexity and logits of given tokens"},
     {"synth", nbi_cmd_synth, "a checkpoint of random weights in the shape of a real model"},
 };
