@@ -1,0 +1,24 @@
+/* The runners built in. Included by runner.c and the runners themselves. */
+#pragma once
+
+#include "moe/runner.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+extern const nbi_moe_runner_ops nbi_moe_runner_reference; /* reference/reference.c */
+extern const nbi_moe_runner_ops nbi_moe_runner_cpu;       /* cpu/cpu.c */
+
+/* Checks what every runner needs: known kinds, equal shapes over the experts, columns that NVFP4
+ * allows. NB_INVALID naming the matrix. */
+nb_status nbi_moe_experts_check(const nbi_moe_experts *e, nb_error *err);
+
+/* Input scale that gate and up of an expert share: the larger; 0 when w4a4 is off or one has none. */
+float nbi_moe_gate_up_scale(const nbi_moe_shape *shape, const nbi_matrix *gate,
+                            const nbi_matrix *up);
+float nbi_moe_down_scale(const nbi_moe_shape *shape, const nbi_matrix *down);
+
+#ifdef __cplusplus
+}
+#endif
