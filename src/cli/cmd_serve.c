@@ -1,0 +1,189 @@
+/* nibble serve: the HTTP server. Called by main.c.
+ *
+ * The port opens first; a thread of its own loads the model while the main thread waits for
+ * signals. The first SIGINT or SIGTERM ends the server in order, the second at once. */
+#include <errno.h>
+#include <pthread.h>
+#include <signal.h>
+#include <stdio.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "base/log.h"
+#include "cli/model_options.h"
+#include "server/server.h"
+
+#define STOP_WAIT_MS 2000
+
+static const nbi_command command = {
+    .name = "serve",
+    .summary = "Serves a model over the OpenAI API.",
+    .usage = "[--model DIR] [--host HOST] [--port N] [OPTIONS]",
+    .text = "Answers GET /health, GET /v1/models, POST /v1/completions and POST "
+            "/v1/chat/completions,\n"
+            "streaming and not. The port opens at once; until the model is loaded requests get "
+            "503 and\n"
+            "/health shows how far it is. SIGINT or SIGTERM ends the server, a second one ends it "
+            "at once.\n\n"
+            "Example: nibble serve --port 8000\n"
+            "         curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: "
+            "application/json' \\\n"
+            "              -d '{\"messages\": [{\"role\": \"user\", \"content\": \"What is "
+            "3+5?\"}]}'",
+    .operands = "MODEL",
+};
+
+typedef struct serving {
+    nbi_model_options model;
+    nbi_server_options options;
+    nbi_server *server;
+    nb_engine *engine; /* the loader's until `loaded` */
+    pthread_t main_thread, loader;
+    bool loaded; /* written by the loader before it sends SIGUSR1 */
+    nb_status status;
+    nb_error err;
+} serving;
+
+/* ---------------------------------------------------------------- loading */
+
+static nb_status load(serving *s)
+{
+    nbi_server_prepare(s->server, s->model.engine.model_dir);
+    s->model.engine.progress = nbi_server_progress;
+    s->model.engine.progress_user = s->server;
+    NB_TRY(nb_engine_open(&s->engine, &s->model.engine, &s->err));
+    NB_TRY(nb_engine_start(s->engine, &s->err));
+    return nbi_server_ready(s->server, s->engine, &s->err);
+}
+
+static void *run_loader(void *arg)
+{
+    serving *s = arg;
+    s->status = load(s);
+    s->loaded = true;
+    pthread_kill(s->main_thread, SIGUSR1);
+    return NULL;
+}
+
+/* ---------------------------------------------------------------- signals */
+
+static sigset_t signals(void)
+{
+    sigset_t set;
+    sigemptyset(&set);
+    sigaddset(&set, SIGINT);
+    sigaddset(&set, SIGTERM);
+    sigaddset(&set, SIGUSR1);
+    return set;
+}
+
+/* From here on a signal ends the process. */
+static void let_signals_kill(const sigset_t *set)
+{
+    signal(SIGINT, SIG_DFL);
+    signal(SIGTERM, SIG_DFL);
+    pthread_sigmask(SIG_UNBLOCK, set, NULL);
+}
+
+/* Waits for the end: a signal, or a model that cannot be loaded. Joins the loader when it is done.
+ */
+static int wait_for_end(serving *s, const sigset_t *set)
+{
+    bool joined = false;
+    for (;;) {
+        int number = 0;
+        if (sigwait(set, &number) != 0) continue;
+        if (number == SIGUSR1) {
+            if (!joined) pthread_join(s->loader, NULL);
+            joined = true;
+            if (s->status == NB_OK) continue;
+            return nbi_cli_fail(&command, &s->err);
+        }
+        nbi_log(NB_LOG_INFO, "%s: ending", number == SIGINT ? "SIGINT" : "SIGTERM");
+        let_signals_kill(set);
+        nbi_server_stop(s->server, STOP_WAIT_MS);
+        if (!joined) _exit(NBI_EXIT_OK); /* the loader cannot be stopped, and has nothing to save */
+        return NBI_EXIT_OK;
+    }
+}
+
+static int serve(serving *s)
+{
+    sigset_t set = signals();
+    int status = NBI_EXIT_FAILED;
+    signal(SIGPIPE, SIG_IGN);
+    pthread_sigmask(SIG_BLOCK, &set, NULL); /* for every thread that is started from here on */
+    s->main_thread = pthread_self();
+    if (nbi_server_open(&s->server, &s->options, &s->err) != NB_OK) {
+        return nbi_cli_fail(&command, &s->err);
+    }
+    int failed = pthread_create(&s->loader, NULL, run_loader, s);
+    if (failed) {
+        nbi_fail(&s->err, NB_IO, "cannot start a thread: %s", strerror(failed));
+        nbi_cli_fail(&command, &s->err);
+    } else {
+        status = wait_for_end(s, &set);
+    }
+    nbi_server_close(&s->server);
+    nb_engine_close(&s->engine);
+    return status;
+}
+
+/* ---------------------------------------------------------------- options */
+
+static int apply(serving *s, uint32_t port, const nbi_opt_list *names, const nbi_opt_list *keys,
+                 int n_operands, char **argv)
+{
+    if (port > 65535) return nbi_cli_usage(&command, "--port: %u is more than 65535", port);
+    if (n_operands > 1) return nbi_cli_usage(&command, "more than one MODEL");
+    if (n_operands && s->model.model) {
+        return nbi_cli_usage(&command, "the model is named twice: %s and %s", argv[1],
+                             s->model.model);
+    }
+    if (n_operands) s->model.model = argv[1];
+    for (size_t i = 0; i < keys->n; i++) {
+        if (!keys->items[i][0]) return nbi_cli_usage(&command, "--api-key: the key is empty");
+    }
+    s->options.port = (uint16_t)port;
+    s->options.names = names->items;
+    s->options.n_names = (uint32_t)names->n;
+    s->options.api_keys = keys->items;
+    s->options.n_api_keys = (uint32_t)keys->n;
+    return nbi_model_options_apply(&s->model, &command);
+}
+
+int nbi_cmd_serve(int argc, char **argv)
+{
+    serving s = {0};
+    nbi_opt_list names = {0}, keys = {0};
+    int n_operands = 0;
+    nbi_server_options_default(&s.options);
+    nbi_model_options_init(&s.model, "info");
+    uint32_t port = s.options.port;
+    const nbi_opt options[] = {
+        NBI_MODEL_OPTION_ROWS(&s.model),
+        {"host", NBI_OPT_STRING, &s.options.host, "HOST",
+         "name or address to listen on (default 127.0.0.1)", false},
+        {"port", NBI_OPT_U32, &port, "N", "default 8000; 0: any free one, see the log", false},
+        {"served-model-name", NBI_OPT_LIST, &names, "NAME",
+         "what clients call the model (default: its folder's name);\nmay be repeated", false},
+        {"api-key", NBI_OPT_LIST, &keys, "KEY",
+         "requests need \"Authorization: Bearer KEY\"; may be repeated", false},
+        {"chat-template", NBI_OPT_STRING, &s.options.chat_template_file, "FILE",
+         "Jinja file instead of the checkpoint's", false},
+        {"reasoning-parser", NBI_OPT_STRING, &s.options.reasoning_parser, "NAME",
+         "auto (default), none, glm45, deepseek-r1, qwen3", false},
+        {"max-body-bytes", NBI_OPT_BYTES, &s.options.max_body_bytes, "N",
+         "size of a request body at most (default 64Mi)", false},
+        {"http-threads", NBI_OPT_U32, &s.options.n_threads, "N",
+         "threads that read and write requests (default 2)", false},
+        {0},
+    };
+    int status = nbi_cli_parse(&command, options, argc, argv, &n_operands);
+    if (status < 0) status = apply(&s, port, &names, &keys, n_operands, argv);
+    if (status < 0) status = serve(&s);
+    nbi_model_options_free(&s.model);
+    nbi_opt_list_free(&names);
+    nbi_opt_list_free(&keys);
+    return status;
+}

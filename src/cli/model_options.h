@@ -1,0 +1,96 @@
+/* The options of commands that run a model: which, on what, with how much memory. */
+#pragma once
+
+#include "cli/cli.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef struct nbi_model_options {
+    nb_engine_options engine;
+    const char *model;     /* --model */
+    char *found;           /* the embedded model's folder, when it is used */
+    const char *log_level; /* --log-level */
+} nbi_model_options;
+
+/* Rows for an option table, in the spelling of SGLang and vLLM. `o` is an nbi_model_options *. */
+#define NBI_MODEL_OPTION_ROWS(o)                                                                   \
+    {"model",                                                                                      \
+     NBI_OPT_STRING,                                                                               \
+     &(o)->model,                                                                                  \
+     "DIR",                                                                                        \
+     "folder with config.json and safetensors (default: the\nembedded model)",                     \
+     false},                                                                                       \
+        {"model-path", NBI_OPT_STRING, &(o)->model, "DIR", "the same", false},                     \
+        {"device", NBI_OPT_STRING, &(o)->engine.device, "NAME", "auto (default), cpu", false},     \
+        {"moe-runner-backend",                                                                     \
+         NBI_OPT_STRING,                                                                           \
+         &(o)->engine.moe_runner,                                                                  \
+         "NAME",                                                                                   \
+         "auto (default) or a runner's name",                                                      \
+         false},                                                                                   \
+        {"cpu-level",                                                                              \
+         NBI_OPT_STRING,                                                                           \
+         &(o)->engine.cpu_level,                                                                   \
+         "NAME",                                                                                   \
+         "auto (default), or at most: reference, avx2, avx512, amx",                               \
+         false},                                                                                   \
+        {"activations",                                                                            \
+         NBI_OPT_STRING,                                                                           \
+         &(o)->engine.activations,                                                                 \
+         "KIND",                                                                                   \
+         "weight-only (default), or w4a4: NVFP4 activations where\nthe checkpoint has scales for " \
+         "them",                                                                                   \
+         false},                                                                                   \
+        {"kv-cache-dtype",                                                                         \
+         NBI_OPT_STRING,                                                                           \
+         &(o)->engine.kv_dtype,                                                                    \
+         "TYPE",                                                                                   \
+         "auto (default), bf16, f32",                                                              \
+         false},                                                                                   \
+        {"threads",                                                                                \
+         NBI_OPT_U32,                                                                              \
+         &(o)->engine.n_threads,                                                                   \
+         "N",                                                                                      \
+         "compute threads (default: one per core)",                                                \
+         false},                                                                                   \
+        {"context-length",                                                                         \
+         NBI_OPT_U32,                                                                              \
+         &(o)->engine.max_context,                                                                 \
+         "N",                                                                                      \
+         "tokens of prompt and answer together (default: the\nmodel's limit)",                     \
+         false},                                                                                   \
+        {"max-model-len", NBI_OPT_U32, &(o)->engine.max_context, "N", "the same", false},          \
+        {"max-total-tokens",                                                                       \
+         NBI_OPT_U64,                                                                              \
+         &(o)->engine.kv_tokens,                                                                   \
+         "N",                                                                                      \
+         "tokens that the KV cache holds (default: up to 4 contexts)",                             \
+         false},                                                                                   \
+        {"chunked-prefill-size",                                                                   \
+         NBI_OPT_U32,                                                                              \
+         &(o)->engine.chunk_size,                                                                  \
+         "N",                                                                                      \
+         "prompt tokens per step (default 512)",                                                   \
+         false},                                                                                   \
+        {"max-running-requests",                                                                   \
+         NBI_OPT_U32,                                                                              \
+         &(o)->engine.max_running,                                                                 \
+         "N",                                                                                      \
+         "answers written together (default 64)",                                                  \
+         false},                                                                                   \
+        {"max-num-seqs", NBI_OPT_U32, &(o)->engine.max_running, "N", "the same", false},           \
+    {                                                                                              \
+        "log-level", NBI_OPT_STRING, &(o)->log_level, "LEVEL", "error, warn, info, debug", false   \
+    }
+
+void nbi_model_options_init(nbi_model_options *o, const char *log_level);
+
+/* After parsing: starts the log, finds the model. Returns -1 to go on, else the exit status. */
+int nbi_model_options_apply(nbi_model_options *o, const nbi_command *command);
+void nbi_model_options_free(nbi_model_options *o);
+
+#ifdef __cplusplus
+}
+#endif

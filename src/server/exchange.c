@@ -1,0 +1,226 @@
+/* Replies, streams, and waiting without a thread. Called by http.c and watch.c. */
+#include "server/exchange.h"
+
+#include <stdio.h>
+#include <string.h>
+
+#include "base/clock.h"
+#include "base/log.h"
+
+/* libmicrohttpd takes at most this much of a stream at a time. */
+#define STREAM_BLOCK_BYTES 16384
+
+/* ---------------------------------------------------------------- life */
+
+static void enter(nbi_server *server, nbi_exchange *ex)
+{
+    pthread_mutex_lock(&server->lock);
+    ex->serial = ++server->next_serial;
+    ex->next = server->live;
+    if (ex->next) ex->next->prev = ex;
+    server->live = ex;
+    pthread_mutex_unlock(&server->lock);
+}
+
+static void leave(nbi_server *server, nbi_exchange *ex)
+{
+    pthread_mutex_lock(&server->lock);
+    if (ex->prev) {
+        ex->prev->next = ex->next;
+    } else {
+        server->live = ex->next;
+    }
+    if (ex->next) ex->next->prev = ex->prev;
+    if (!server->live) pthread_cond_broadcast(&server->drained);
+    pthread_mutex_unlock(&server->lock);
+}
+
+nbi_exchange *nbi_exchange_create(nbi_server *server, struct MHD_Connection *conn)
+{
+    nbi_exchange *ex = nbi_calloc(1, sizeof *ex);
+    if (!ex) return NULL;
+    ex->server = server;
+    ex->conn = conn;
+    ex->begin_ns = nbi_now_ns();
+    ex->body.max = server->options.max_body_bytes;
+    atomic_init(&ex->gone, false);
+    pthread_mutex_init(&ex->lock, NULL);
+    enter(server, ex);
+    return ex;
+}
+
+void nbi_exchange_destroy(nbi_exchange *ex)
+{
+    nbi_watch_remove(ex);
+    leave(ex->server, ex);
+    nbi_job_close(&ex->job);
+    nbi_buf_free(&ex->body);
+    nbi_buf_free(&ex->out);
+    pthread_mutex_destroy(&ex->lock);
+    nbi_free(ex);
+}
+
+/* ---------------------------------------------------------------- waiting */
+
+void nbi_exchange_wake(nbi_exchange *ex)
+{
+    pthread_mutex_lock(&ex->lock);
+    ex->signalled = true;
+    if (ex->suspended) {
+        ex->suspended = false;
+        MHD_resume_connection(ex->conn);
+    }
+    pthread_mutex_unlock(&ex->lock);
+}
+
+static void on_notify(void *user)
+{
+    nbi_exchange_wake(user);
+}
+
+/* From here on a wake-up means something new. */
+static void begin_work(nbi_exchange *ex)
+{
+    pthread_mutex_lock(&ex->lock);
+    ex->signalled = false;
+    pthread_mutex_unlock(&ex->lock);
+}
+
+/* False when there was a wake-up since begin_work(): look again. */
+static bool suspend(nbi_exchange *ex)
+{
+    nbi_watch_add(ex);
+    pthread_mutex_lock(&ex->lock);
+    bool wait = !ex->signalled;
+    if (wait) {
+        ex->suspended = true;
+        MHD_suspend_connection(ex->conn);
+    }
+    pthread_mutex_unlock(&ex->lock);
+    return wait;
+}
+
+/* Moves the job on as far as it goes. */
+static void work(nbi_exchange *ex)
+{
+    begin_work(ex);
+    if (atomic_load(&ex->server->phase) == NBI_SERVER_STOPPING && !nbi_job_finished(ex->job)) {
+        nbi_api_error e = {0};
+        nbi_api_fail(&e, 503, "shutting_down", NULL, "the server is shutting down");
+        nbi_job_fail(ex->job, &e);
+    }
+    nbi_job_pump(ex->job, &ex->out);
+}
+
+/* ---------------------------------------------------------------- replies */
+
+static void add_headers(const nbi_exchange *ex, struct MHD_Response *response, unsigned http)
+{
+    MHD_add_response_header(response, "Content-Type", "application/json");
+    if (http == 401) MHD_add_response_header(response, "WWW-Authenticate", "Bearer");
+    if (http == 405 && ex->allow) MHD_add_response_header(response, "Allow", ex->allow);
+    if (http == 503) MHD_add_response_header(response, "Retry-After", "1");
+}
+
+enum MHD_Result nbi_exchange_reply(nbi_exchange *ex, unsigned http, nbi_buf *body)
+{
+    struct MHD_Response *response =
+        MHD_create_response_from_buffer_with_free_callback(body->len, body->data, nbi_free);
+    if (!response) {
+        nbi_buf_free(body);
+        return MHD_NO;
+    }
+    *body = (nbi_buf){0};
+    add_headers(ex, response, http);
+    enum MHD_Result result = MHD_queue_response(ex->conn, http, response);
+    MHD_destroy_response(response);
+    if (nbi_log_wants(NB_LOG_DEBUG)) {
+        nbi_log(NB_LOG_DEBUG, "http: request %llu answered %u after %.3f ms",
+                (unsigned long long)ex->serial, http, (double)(nbi_now_ns() - ex->begin_ns) / 1e6);
+    }
+    return result;
+}
+
+enum MHD_Result nbi_exchange_reply_error(nbi_exchange *ex)
+{
+    nbi_buf body = {0};
+    if (nbi_api_error_json(&body, &ex->error) != NB_OK) {
+        nbi_buf_free(&body);
+        return MHD_NO; /* no memory for a sentence: the connection is closed */
+    }
+    return nbi_exchange_reply(ex, ex->error.http, &body);
+}
+
+/* ---------------------------------------------------------------- streams */
+
+/* Gives libmicrohttpd bytes of the stream; 0 with the connection suspended when there are none. */
+static ssize_t read_stream(void *cls, uint64_t pos, char *buf, size_t max)
+{
+    nbi_exchange *ex = cls;
+    (void)pos;
+    while (ex->out_done == ex->out.len) {
+        nbi_buf_clear(&ex->out);
+        ex->out_done = 0;
+        if (ex->job->ended) {
+            return ex->job->cut ? MHD_CONTENT_READER_END_WITH_ERROR
+                                : MHD_CONTENT_READER_END_OF_STREAM;
+        }
+        work(ex);
+        if (atomic_load(&ex->gone)) return MHD_CONTENT_READER_END_WITH_ERROR;
+        if (!ex->out.len && !ex->job->ended && suspend(ex)) return 0;
+    }
+    size_t n = ex->out.len - ex->out_done;
+    if (n > max) n = max;
+    memcpy(buf, ex->out.data + ex->out_done, n);
+    ex->out_done += n;
+    return (ssize_t)n;
+}
+
+static enum MHD_Result begin_stream(nbi_exchange *ex)
+{
+    struct MHD_Response *response = MHD_create_response_from_callback(
+        MHD_SIZE_UNKNOWN, STREAM_BLOCK_BYTES, read_stream, ex, NULL);
+    if (!response) return MHD_NO;
+    MHD_add_response_header(response, "Content-Type", "text/event-stream; charset=utf-8");
+    MHD_add_response_header(response, "Cache-Control", "no-cache");
+    MHD_add_response_header(response, "X-Accel-Buffering", "no");
+    enum MHD_Result result = MHD_queue_response(ex->conn, MHD_HTTP_OK, response);
+    MHD_destroy_response(response);
+    return result;
+}
+
+/* ---------------------------------------------------------------- jobs */
+
+/* Parse, validate, encode, submit; NB_OK with ex->job set, or ex->error. */
+static nb_status open_job(nbi_exchange *ex, const nbi_surface *surface)
+{
+    json_t *root = NULL;
+    NB_TRY(nbi_body_parse(&root, ex->body.data, ex->body.len, &ex->error));
+    nbi_buf_free(&ex->body);
+    nb_status status =
+        nbi_job_open(&ex->job, surface, ex->server->served, root, on_notify, ex, &ex->error);
+    json_decref(root);
+    return status;
+}
+
+enum MHD_Result nbi_exchange_begin(nbi_exchange *ex, const nbi_surface *surface)
+{
+    if (open_job(ex, surface) != NB_OK) return nbi_exchange_reply_error(ex);
+    return ex->job->params.stream ? begin_stream(ex) : nbi_exchange_continue(ex);
+}
+
+enum MHD_Result nbi_exchange_continue(nbi_exchange *ex)
+{
+    do {
+        work(ex);
+        if (atomic_load(&ex->gone)) return MHD_NO;
+        if (nbi_job_finished(ex->job)) {
+            nbi_buf body = {0};
+            if (nbi_job_reply(ex->job, &body)) return nbi_exchange_reply(ex, MHD_HTTP_OK, &body);
+            nbi_buf_free(&body);
+            ex->error = ex->job->error;
+            return nbi_exchange_reply_error(ex);
+        }
+    } while (!suspend(ex));
+    return MHD_YES;
+}

@@ -1,0 +1,68 @@
+/* One HTTP request and its reply, between libmicrohttpd and the API.
+ *
+ * Threads: an exchange belongs to the HTTP thread of its connection. Three others touch it: the
+ * engine's thread (nbi_exchange_wake), the watcher (finds it in the server's list by its serial,
+ * under the server's lock) and nbi_server_stop() (likewise). It leaves that list before anything of
+ * it is freed, and its requests are closed, after which the engine does not call, before it is.
+ *
+ * Waiting: a connection that has nothing to send is suspended, so that no thread waits for it;
+ * nbi_exchange_wake() resumes it. `signalled` catches the wake-up that comes before the suspension.
+ */
+#pragma once
+
+#include <microhttpd.h>
+#include <pthread.h>
+
+#include "server/job.h"
+#include "server/server_state.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef struct nbi_route nbi_route;
+
+struct nbi_exchange {
+    nbi_server *server;
+    struct MHD_Connection *conn;
+    const nbi_route *route;
+    const char *rest;          /* the URL behind the route's path; valid while the headers are */
+    nbi_exchange *prev, *next; /* the server's list, under its lock */
+    uint64_t serial;           /* never used twice */
+    uint64_t begin_ns;
+
+    nbi_buf body;
+    uint64_t discarded;  /* body bytes dropped because the reply is decided */
+    nbi_api_error error; /* http != 0: the reply is this */
+    const char *allow;   /* 405: the methods of the path */
+
+    nbi_job *job;
+    nbi_buf out; /* stream: bytes for the client */
+    size_t out_done;
+
+    pthread_mutex_t lock;
+    bool signalled, suspended; /* under lock */
+    bool watched;
+    atomic_bool gone; /* the client has closed the connection */
+};
+
+/* NULL when out of memory. Enters the server's list. */
+nbi_exchange *nbi_exchange_create(nbi_server *server, struct MHD_Connection *conn);
+void nbi_exchange_destroy(nbi_exchange *ex);
+
+/* Something changed: work on it again. From any thread. */
+void nbi_exchange_wake(nbi_exchange *ex);
+
+/* The body is there: begin the job and reply, or wait. */
+enum MHD_Result nbi_exchange_begin(nbi_exchange *ex, const nbi_surface *surface);
+/* After a wake-up of an exchange that has not replied yet. */
+enum MHD_Result nbi_exchange_continue(nbi_exchange *ex);
+
+/* Queues a reply and takes the buffer's memory. */
+enum MHD_Result nbi_exchange_reply(nbi_exchange *ex, unsigned http, nbi_buf *body);
+/* Queues ex->error. */
+enum MHD_Result nbi_exchange_reply_error(nbi_exchange *ex);
+
+#ifdef __cplusplus
+}
+#endif

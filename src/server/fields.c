@@ -1,0 +1,187 @@
+/* Members of a request body, read with their types checked. Called by the API surfaces. */
+#include "server/fields.h"
+
+#include <math.h>
+#include <stdio.h>
+#include <string.h>
+
+#define INT_EXACT 9007199254740992.0 /* 2^53: above it a real need not be the integer it shows */
+
+json_t *nbi_field(const json_t *obj, const char *key)
+{
+    json_t *value = json_object_get(obj, key);
+    return json_is_null(value) ? NULL : value;
+}
+
+const char *nbi_json_kind(const json_t *value)
+{
+    switch (json_typeof(value)) {
+    case JSON_OBJECT: return "an object";
+    case JSON_ARRAY: return "an array";
+    case JSON_STRING: return "a string";
+    case JSON_INTEGER: return "an integer";
+    case JSON_REAL: return "a number";
+    case JSON_TRUE:
+    case JSON_FALSE: return "a boolean";
+    case JSON_NULL: return "null";
+    }
+    return "unknown";
+}
+
+static nb_status wrong_type(nbi_api_error *e, const char *param, const json_t *value,
+                            const char *expected)
+{
+    return nbi_api_field(e, param, "expected %s, found %s", expected, nbi_json_kind(value));
+}
+
+/* prefix + key, cut where it does not fit. */
+static const char *name(char out[NBI_PARAM_MAX], const char *prefix, const char *key)
+{
+    snprintf(out, NBI_PARAM_MAX, "%s%s", prefix, key);
+    return out;
+}
+
+nb_status nbi_field_bool(bool *out, const json_t *obj, const char *prefix, const char *key,
+                         nbi_api_error *e)
+{
+    char param[NBI_PARAM_MAX];
+    const json_t *value = nbi_field(obj, key);
+    if (!value) return NB_OK;
+    if (!json_is_boolean(value)) return wrong_type(e, name(param, prefix, key), value, "a boolean");
+    *out = json_is_true(value);
+    return NB_OK;
+}
+
+nb_status nbi_value_int(int64_t *out, const json_t *value, const char *param, int64_t min,
+                        int64_t max, nbi_api_error *e)
+{
+    if (!json_is_number(value)) return wrong_type(e, param, value, "an integer");
+    if (json_is_real(value)) {
+        double real = json_real_value(value);
+        if (real != floor(real)) return wrong_type(e, param, value, "an integer");
+        if (!(fabs(real) <= INT_EXACT) || real < (double)min || real > (double)max) {
+            return nbi_api_field(e, param, "%.17g is outside of %lld to %lld", real, (long long)min,
+                                 (long long)max);
+        }
+        *out = (int64_t)real;
+        return NB_OK;
+    }
+    int64_t integer = json_integer_value(value);
+    if (integer < min || integer > max) {
+        return nbi_api_field(e, param, "%lld is outside of %lld to %lld", (long long)integer,
+                             (long long)min, (long long)max);
+    }
+    *out = integer;
+    return NB_OK;
+}
+
+nb_status nbi_field_int(int64_t *out, const json_t *obj, const char *prefix, const char *key,
+                        int64_t min, int64_t max, nbi_api_error *e)
+{
+    char param[NBI_PARAM_MAX];
+    const json_t *value = nbi_field(obj, key);
+    if (!value) return NB_OK;
+    return nbi_value_int(out, value, name(param, prefix, key), min, max, e);
+}
+
+nb_status nbi_field_num(double *out, const json_t *obj, const char *prefix, const char *key,
+                        nbi_api_error *e)
+{
+    char param[NBI_PARAM_MAX];
+    const json_t *value = nbi_field(obj, key);
+    if (!value) return NB_OK;
+    if (!json_is_number(value)) return wrong_type(e, name(param, prefix, key), value, "a number");
+    *out = json_number_value(value);
+    return NB_OK;
+}
+
+nb_status nbi_field_str(const char **out, const json_t *obj, const char *prefix, const char *key,
+                        nbi_api_error *e)
+{
+    char param[NBI_PARAM_MAX];
+    const json_t *value = nbi_field(obj, key);
+    if (!value) return NB_OK;
+    if (!json_is_string(value)) return wrong_type(e, name(param, prefix, key), value, "a string");
+    *out = json_string_value(value);
+    return NB_OK;
+}
+
+nb_status nbi_field_array(json_t **out, const json_t *obj, const char *prefix, const char *key,
+                          nbi_api_error *e)
+{
+    char param[NBI_PARAM_MAX];
+    json_t *value = nbi_field(obj, key);
+    if (!value) return NB_OK;
+    if (!json_is_array(value)) return wrong_type(e, name(param, prefix, key), value, "an array");
+    *out = value;
+    return NB_OK;
+}
+
+nb_status nbi_field_object(json_t **out, const json_t *obj, const char *prefix, const char *key,
+                           nbi_api_error *e)
+{
+    char param[NBI_PARAM_MAX];
+    json_t *value = nbi_field(obj, key);
+    if (!value) return NB_OK;
+    if (!json_is_object(value)) return wrong_type(e, name(param, prefix, key), value, "an object");
+    *out = value;
+    return NB_OK;
+}
+
+/* The code unit of "\uXXXX" at s[0, n), or -1. */
+static long unit_at(const char *s, size_t n)
+{
+    long unit = 0;
+    if (n < 6 || s[0] != '\\' || s[1] != 'u') return -1;
+    for (size_t i = 2; i < 6; i++) {
+        char c = s[i];
+        int digit = c >= '0' && c <= '9'   ? c - '0'
+                    : c >= 'a' && c <= 'f' ? c - 'a' + 10
+                    : c >= 'A' && c <= 'F' ? c - 'A' + 10
+                                           : -1;
+        if (digit < 0) return -1;
+        unit = unit * 16 + digit;
+    }
+    return unit;
+}
+
+/* Clients cut strings between the halves of a pair; the reader of JSON refuses the rest without
+ * naming a field. Six bytes give way to six. */
+static void replace_lone_surrogates(char *text, size_t n)
+{
+    for (size_t i = 0; i < n;) {
+        char *backslash = memchr(text + i, '\\', n - i);
+        if (!backslash) return;
+        i = (size_t)(backslash - text);
+        long unit = unit_at(text + i, n - i);
+        if (unit < 0xd800 || unit > 0xdfff) {
+            i += unit < 0 ? 2 : 6;
+            continue;
+        }
+        long next = n - i > 6 ? unit_at(text + i + 6, n - i - 6) : -1;
+        if (unit < 0xdc00 && next >= 0xdc00 && next <= 0xdfff) {
+            i += 12;
+        } else {
+            memcpy(text + i, "\\ufffd", 6);
+            i += 6;
+        }
+    }
+}
+
+nb_status nbi_body_parse(json_t **out, char *text, size_t n_bytes, nbi_api_error *e)
+{
+    nb_error err = {0};
+    json_t *root = NULL;
+    if (n_bytes == 0) return nbi_api_fail(e, 400, NULL, NULL, "the request body is empty");
+    replace_lone_surrogates(text, n_bytes);
+    nb_status status = nbi_json_parse(&root, text, n_bytes, "request body", &err);
+    if (status != NB_OK) return nbi_api_from(e, status, &err, NULL);
+    if (!json_is_object(root)) {
+        nbi_api_fail(e, 400, NULL, NULL, "request body: expected an object, found %s",
+                     nbi_json_kind(root));
+        json_decref(root);
+        return NB_INVALID;
+    }
+    *out = root;
+    return NB_OK;
+}

@@ -1,0 +1,263 @@
+/* libmicrohttpd: threads, routing, checks on headers, collection of bodies. Called by server.c.
+ *
+ * A reply that is decided before the body has come waits for the body (and drops it), so that the
+ * client reads the reply and the connection stays usable; a body too large to wait for ends the
+ * connection. */
+#include "server/http.h"
+
+#include <errno.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <strings.h>
+#include <sys/resource.h>
+
+#include "base/log.h"
+
+#define IDLE_SECONDS    75u
+#define CONNECTIONS_MAX 4096u
+#define OTHER_FILES     64u /* descriptors kept for everything but connections */
+
+static const nbi_route routes[] = {
+    {.path = "/health", .open = true, .get = nbi_get_health},
+    {.path = "/v1/models", .when_ready = true, .get = nbi_get_models},
+    {.path = "/v1/models/", .prefix = true, .when_ready = true, .get = nbi_get_model},
+    {.path = "/v1/completions", .when_ready = true, .surface = &nbi_surface_completions},
+    {.path = "/v1/chat/completions", .when_ready = true, .surface = &nbi_surface_chat},
+};
+
+/* ---------------------------------------------------------------- routing */
+
+static const nbi_route *find_route(const char *url, const char **rest)
+{
+    for (size_t i = 0; i < sizeof routes / sizeof *routes; i++) {
+        size_t n = strlen(routes[i].path);
+        bool hit = routes[i].prefix ? strncmp(url, routes[i].path, n) == 0 && url[n]
+                                    : strcmp(url, routes[i].path) == 0;
+        if (!hit) continue;
+        *rest = url + n;
+        return &routes[i];
+    }
+    return NULL;
+}
+
+static nb_status check_route(nbi_exchange *ex, const char *url, const char *method)
+{
+    ex->route = find_route(url, &ex->rest);
+    if (!ex->route) {
+        return nbi_api_fail(&ex->error, 404, "unknown_url", NULL, "there is no %.100s here", url);
+    }
+    bool get = strcmp(method, "GET") == 0 || strcmp(method, "HEAD") == 0;
+    bool fits = ex->route->surface ? strcmp(method, "POST") == 0 : get;
+    if (fits) return NB_OK;
+    ex->allow = ex->route->surface ? "POST" : "GET, HEAD";
+    return nbi_api_fail(&ex->error, 405, "method_not_allowed", NULL, "%.100s takes %s, not %.32s",
+                        url, ex->allow, method);
+}
+
+/* ---------------------------------------------------------------- headers */
+
+static const char *header(const nbi_exchange *ex, const char *name)
+{
+    return MHD_lookup_connection_value(ex->conn, MHD_HEADER_KIND, name);
+}
+
+/* Takes the same time wherever the difference is. */
+static bool equal_secret(const char *given, const char *secret)
+{
+    size_t n = strlen(secret), n_given = strlen(given);
+    volatile unsigned char difference = n != n_given;
+    for (size_t i = 0; i < n; i++) {
+        unsigned char c = n_given ? (unsigned char)given[i % n_given] : 0;
+        difference = (unsigned char)(difference | (c ^ (unsigned char)secret[i]));
+    }
+    return difference == 0;
+}
+
+static nb_status check_key(nbi_exchange *ex)
+{
+    const nbi_server_options *o = &ex->server->options;
+    const char *given = header(ex, "Authorization");
+    bool known = false;
+    if (!o->n_api_keys || ex->route->open) return NB_OK;
+    if (!given || strncasecmp(given, "Bearer ", 7) != 0) {
+        return nbi_api_fail(&ex->error, 401, "invalid_api_key", NULL,
+                            "this server needs an API key: Authorization: Bearer KEY");
+    }
+    given += 7 + strspn(given + 7, " ");
+    for (uint32_t i = 0; i < o->n_api_keys; i++) {
+        known = equal_secret(given, o->api_keys[i]) || known;
+    }
+    if (known) return NB_OK;
+    return nbi_api_fail(&ex->error, 401, "invalid_api_key", NULL, "the API key is not known here");
+}
+
+static nb_status check_phase(nbi_exchange *ex)
+{
+    nbi_server *server = ex->server;
+    int phase = atomic_load(&server->phase);
+    if (!ex->route->when_ready || phase == NBI_SERVER_READY) return NB_OK;
+    if (phase == NBI_SERVER_STOPPING) {
+        return nbi_api_fail(&ex->error, 503, "shutting_down", NULL, "the server is shutting down");
+    }
+    uint64_t done = atomic_load(&server->load_done), total = atomic_load(&server->load_total);
+    return nbi_api_fail(&ex->error, 503, "loading", NULL,
+                        "the model is loading (%.0f %%), see /health",
+                        total ? 100.0 * (double)done / (double)total : 0.0);
+}
+
+/* "application/json" or "application/anything+json", parameters aside. */
+static bool is_json_type(const char *type)
+{
+    size_t n = strcspn(type, "; \t");
+    if (n == 16 && strncasecmp(type, "application/json", n) == 0) return true;
+    return n > 5 && strncasecmp(type + n - 5, "+json", 5) == 0;
+}
+
+static nb_status check_body_headers(nbi_exchange *ex)
+{
+    const char *type = header(ex, "Content-Type"), *encoding = header(ex, "Content-Encoding");
+    const char *length = header(ex, "Content-Length");
+    uint64_t max = ex->server->options.max_body_bytes;
+    if (!ex->route->surface) return NB_OK;
+    if (type && !is_json_type(type)) {
+        return nbi_api_fail(&ex->error, 415, "unsupported_media_type", NULL,
+                            "Content-Type is %.64s, expected application/json", type);
+    }
+    if (encoding && strcasecmp(encoding, "identity") != 0) {
+        return nbi_api_fail(&ex->error, 415, "unsupported_media_type", NULL,
+                            "Content-Encoding %.64s is not supported", encoding);
+    }
+    if (!length && !header(ex, "Transfer-Encoding")) {
+        return nbi_api_fail(&ex->error, 411, "length_required", NULL,
+                            "the request has neither Content-Length nor a chunked body");
+    }
+    if (length && strtoull(length, NULL, 10) > max) {
+        return nbi_api_fail(&ex->error, 413, "request_too_large", NULL,
+                            "the body has %.20s bytes, at most %llu are read", length,
+                            (unsigned long long)max);
+    }
+    return NB_OK;
+}
+
+/* The reply is decided and the body is not worth waiting for, or the client asks before it sends.
+ */
+static bool reply_at_once(const nbi_exchange *ex)
+{
+    const char *length = header(ex, "Content-Length");
+    if (header(ex, "Expect")) return true;
+    return length && strtoull(length, NULL, 10) > 2 * ex->server->options.max_body_bytes;
+}
+
+/* ---------------------------------------------------------------- requests */
+
+static enum MHD_Result first_call(nbi_exchange *ex, const char *url, const char *method)
+{
+    if (check_route(ex, url, method) == NB_OK && check_key(ex) == NB_OK &&
+        check_phase(ex) == NB_OK && check_body_headers(ex) == NB_OK) {
+        return MHD_YES;
+    }
+    return reply_at_once(ex) ? nbi_exchange_reply_error(ex) : MHD_YES;
+}
+
+static enum MHD_Result take_body(nbi_exchange *ex, const char *data, size_t n)
+{
+    if (ex->error.http == 0 && ex->route->surface) {
+        nb_status status = nbi_buf_add(&ex->body, data, n);
+        if (status == NB_OK) return MHD_YES;
+        nbi_buf_free(&ex->body);
+        if (status == NB_TOO_LARGE) {
+            nbi_api_fail(&ex->error, 413, "request_too_large", NULL,
+                         "the body is larger than the %llu bytes that are read",
+                         (unsigned long long)ex->server->options.max_body_bytes);
+        } else {
+            nbi_api_fail(&ex->error, 503, NULL, NULL, "no memory for the request body");
+        }
+    }
+    ex->discarded += n;
+    return ex->discarded > ex->server->options.max_body_bytes ? MHD_NO : MHD_YES;
+}
+
+static enum MHD_Result last_call(nbi_exchange *ex)
+{
+    nbi_buf out = {0};
+    if (ex->error.http) return nbi_exchange_reply_error(ex);
+    if (ex->job) return nbi_exchange_continue(ex);
+    if (ex->route->surface) return nbi_exchange_begin(ex, ex->route->surface);
+    unsigned http = ex->route->get(ex, &out);
+    if (http) return nbi_exchange_reply(ex, http, &out);
+    nbi_buf_free(&out);
+    return nbi_exchange_reply_error(ex);
+}
+
+static enum MHD_Result on_request(void *cls, struct MHD_Connection *conn, const char *url,
+                                  const char *method, const char *version, const char *data,
+                                  size_t *n_data, void **slot)
+{
+    nbi_exchange *ex = *slot;
+    (void)version;
+    if (!ex) {
+        *slot = ex = nbi_exchange_create(cls, conn);
+        return ex ? first_call(ex, url, method) : MHD_NO;
+    }
+    if (*n_data) {
+        enum MHD_Result result = take_body(ex, data, *n_data);
+        *n_data = 0;
+        return result;
+    }
+    return last_call(ex);
+}
+
+static void on_completed(void *cls, struct MHD_Connection *conn, void **slot,
+                         enum MHD_RequestTerminationCode why)
+{
+    (void)cls;
+    (void)conn;
+    (void)why;
+    if (*slot) nbi_exchange_destroy(*slot);
+    *slot = NULL;
+}
+
+/* ---------------------------------------------------------------- start */
+
+static void on_log(void *cls, const char *fmt, va_list args) NBI_PRINTF(2, 0);
+static void on_log(void *cls, const char *fmt, va_list args)
+{
+    char line[512];
+    (void)cls;
+    int n = vsnprintf(line, sizeof line, fmt, args);
+    while (n > 0 && n < (int)sizeof line && line[n - 1] == '\n') line[--n] = '\0';
+    nbi_log(NB_LOG_DEBUG, "http: %s", line);
+}
+
+static unsigned connection_limit(void)
+{
+    struct rlimit limit;
+    if (getrlimit(RLIMIT_NOFILE, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY) {
+        return CONNECTIONS_MAX;
+    }
+    if (limit.rlim_cur >= CONNECTIONS_MAX + OTHER_FILES) return CONNECTIONS_MAX;
+    return limit.rlim_cur > 2 * OTHER_FILES ? (unsigned)limit.rlim_cur - OTHER_FILES : OTHER_FILES;
+}
+
+nb_status nbi_http_start(nbi_server *server, int listen_fd, nb_error *err)
+{
+    unsigned flags =
+        MHD_USE_EPOLL_INTERNAL_THREAD | MHD_ALLOW_SUSPEND_RESUME | MHD_USE_ITC | MHD_USE_ERROR_LOG;
+    server->daemon =
+        MHD_start_daemon(flags, 0, NULL, NULL, on_request, server, /* */
+                         MHD_OPTION_EXTERNAL_LOGGER, on_log, NULL, /* first: it hears the others */
+                         MHD_OPTION_LISTEN_SOCKET, listen_fd,      /* */
+                         MHD_OPTION_NOTIFY_COMPLETED, on_completed, NULL,        /* */
+                         MHD_OPTION_THREAD_POOL_SIZE, server->options.n_threads, /* */
+                         MHD_OPTION_CONNECTION_LIMIT, connection_limit(),        /* */
+                         MHD_OPTION_CONNECTION_TIMEOUT, IDLE_SECONDS,            /* */
+                         MHD_OPTION_STRICT_FOR_CLIENT, 1,                        /* */
+                         MHD_OPTION_SIGPIPE_HANDLED_BY_APP, 1,                   /* */
+                         MHD_OPTION_END);
+    if (!server->daemon) {
+        return nbi_fail(err, NB_IO, "cannot start the HTTP server: %s", strerror(errno));
+    }
+    return NB_OK;
+}

@@ -1,0 +1,370 @@
+/* The life of an API request that is the same for every surface. Called by exchange.c. */
+#include "server/job.h"
+
+#include <stdio.h>
+#include <string.h>
+#include <time.h>
+
+/* ---------------------------------------------------------------- opening */
+
+static nb_status no_memory(nbi_api_error *e)
+{
+    return nbi_api_fail(e, 503, NULL, NULL, "no memory for this request");
+}
+
+/* The part of every reply and event before the first choice. */
+static nb_status write_head(nbi_job *job)
+{
+    const nbi_surface *s = job->surface;
+    const char *name = job->served->facts.names[0];
+    char id[NBI_ID_BYTES];
+    nbi_served_next_id(job->served, id);
+    NB_TRY(nbi_buf_addf(
+        &job->head, "{\"id\":\"%s%s\",\"object\":\"%s\",\"created\":%lld,\"model\":", s->id_prefix,
+        id, job->params.stream ? s->chunk_object : s->object, (long long)time(NULL)));
+    NB_TRY(nbi_json_quote(&job->head, name, strlen(name)));
+    return nbi_buf_addf(&job->head, ",\"system_fingerprint\":null,\"choices\":[");
+}
+
+/* Stop strings point into the body; from here on into the arena. */
+static nb_status keep_stop_strings(nbi_job *job, nbi_api_error *e)
+{
+    nb_sampling *s = &job->params.sampling;
+    for (uint32_t i = 0; i < s->n_stop_strings; i++) {
+        s->stop_strings[i] =
+            nbi_arena_strndup(&job->arena, s->stop_strings[i], strlen(s->stop_strings[i]));
+        if (!s->stop_strings[i]) return no_memory(e);
+    }
+    return NB_OK;
+}
+
+static nb_status check_prompts(const nbi_job *job, nbi_api_error *e)
+{
+    for (uint32_t i = 0; i < job->n_prompts; i++) {
+        char field[NBI_PARAM_MAX] = "prompt";
+        if (job->surface == &nbi_surface_chat) {
+            snprintf(field, sizeof field, "messages");
+        } else if (job->n_prompts > 1) {
+            snprintf(field, sizeof field, "prompt[%u]", i);
+        }
+        NB_TRY(nbi_params_check_length(&job->params, job->facts, job->prompts[i].n_ids, field, e));
+    }
+    return NB_OK;
+}
+
+static nb_status make_choices(nbi_job *job, nbi_api_error *e)
+{
+    uint64_t n = (uint64_t)job->n_prompts * job->params.n;
+    if (n > NBI_CHOICES_MAX) {
+        return nbi_api_field(e, "prompt", "%u prompts times n = %u is more than %d answers",
+                             job->n_prompts, job->params.n, NBI_CHOICES_MAX);
+    }
+    job->choices = nbi_calloc((size_t)n, sizeof *job->choices);
+    if (!job->choices) return no_memory(e);
+    job->n_choices = (uint32_t)n;
+    for (uint32_t i = 0; i < job->n_choices; i++) {
+        nbi_choice *c = &job->choices[i];
+        c->job = job;
+        c->index = i;
+        c->prompt = i / job->params.n;
+        c->matched_id = c->matched_string = -1;
+        atomic_init(&c->signalled, false);
+        if (job->surface->begin(job, c) != NB_OK) return no_memory(e);
+    }
+    return NB_OK;
+}
+
+static void on_notify(void *user)
+{
+    nbi_choice *choice = user;
+    atomic_store(&choice->signalled, true);
+    choice->job->notify(choice->job->notify_user);
+}
+
+/* Answer i of a prompt has the seed plus i, so that they differ and can be had again. */
+static nb_status submit(nbi_job *job, nbi_choice *choice, nbi_api_error *e)
+{
+    const nbi_prompt *prompt = &job->prompts[choice->prompt];
+    nb_request_options options = {.prompt = prompt->ids,
+                                  .n_prompt = prompt->n_ids,
+                                  .sampling = job->params.sampling,
+                                  .notify = on_notify,
+                                  .notify_user = choice};
+    nb_error err = {0};
+    nb_sampling *s = &options.sampling;
+    s->seed += choice->index % job->params.n;
+    s->max_tokens = job->params.max_tokens;
+    if (job->params.has_max_tokens && s->max_tokens == 0) s->max_tokens = 1; /* and is dropped */
+    nb_status status = nb_request_submit(&choice->request, job->served->engine, &options, &err);
+    return status == NB_OK ? NB_OK : nbi_api_from(e, status, &err, "prompt");
+}
+
+nb_status nbi_job_open(nbi_job **out, const nbi_surface *surface, const nbi_served *served,
+                       json_t *body, void (*notify)(void *user), void *notify_user,
+                       nbi_api_error *e)
+{
+    nb_status status = NB_OK;
+    nbi_job *job = nbi_calloc(1, sizeof *job);
+    if (!job) return no_memory(e);
+    job->surface = surface;
+    job->served = served;
+    job->facts = &served->facts;
+    job->notify = notify;
+    job->notify_user = notify_user;
+    NB_TRY_OR(status, surface->read(job, body, e), fail);
+    NB_TRY_OR(status, surface->encode(job, body, e), fail);
+    json_decref(job->chat);
+    job->chat = NULL;
+    NB_TRY_OR(status, check_prompts(job, e), fail);
+    NB_TRY_OR(status, keep_stop_strings(job, e), fail);
+    NB_TRY_OR(status, make_choices(job, e), fail);
+    if (write_head(job) != NB_OK) {
+        status = no_memory(e);
+        goto fail;
+    }
+    for (uint32_t i = 0; i < job->n_choices; i++) {
+        NB_TRY_OR(status, submit(job, &job->choices[i], e), fail);
+    }
+    *out = job;
+    return NB_OK;
+fail:
+    nbi_job_close(&job);
+    return status;
+}
+
+void nbi_job_close(nbi_job **out)
+{
+    nbi_job *job = *out;
+    if (!job) return;
+    for (uint32_t i = 0; i < job->n_choices; i++) {
+        nbi_choice *c = &job->choices[i];
+        nb_request_close(&c->request);
+        nbi_buf_free(&c->text);
+        nbi_buf_free(&c->reasoning);
+        nbi_logprobs_free(&c->logprobs);
+    }
+    nbi_free(job->choices);
+    json_decref(job->chat);
+    nbi_buf_free(&job->head);
+    nbi_arena_free(&job->arena);
+    nbi_free(job);
+    *out = NULL;
+}
+
+void nbi_job_cancel(nbi_job *job)
+{
+    for (uint32_t i = 0; i < job->n_choices; i++) nb_request_cancel(job->choices[i].request);
+}
+
+void nbi_job_fail(nbi_job *job, const nbi_api_error *e)
+{
+    if (job->error.http == 0) job->error = *e;
+    nbi_job_cancel(job);
+}
+
+/* ---------------------------------------------------------------- reading */
+
+/* With max_tokens 0 one token is computed for the log-probabilities of the prompt, and not shown.
+ */
+static bool is_dropped(const nbi_job *job, const nb_event *event)
+{
+    return !event->is_prompt && job->params.has_max_tokens && job->params.max_tokens == 0;
+}
+
+static nb_status take_logprob(nbi_job *job, nbi_choice *c, const nb_event *event)
+{
+    const nb_engine *engine = job->served->engine;
+    if (job->params.sampling.n_logprobs < 0 || event->id < 0) return NB_OK;
+    NB_TRY(nbi_logprobs_add(&c->logprobs, job->surface->logprob_shape, engine, event, c->n_chars));
+    c->n_chars += nbi_token_chars(engine, event->id);
+    return NB_OK;
+}
+
+/* Ends the choice; an answer that failed fails the job. */
+static void take_finish(nbi_job *job, nbi_choice *c, const nb_event *event)
+{
+    nbi_api_error e = {0};
+    c->done = true;
+    job->n_done++;
+    c->finish = event->finish;
+    c->matched_id = event->matched_id;
+    c->matched_string = event->matched_string;
+    if (event->finish == NB_FINISH_ERROR) {
+        nbi_api_fail(&e, 500, NULL, NULL, "%s", nb_request_error(c->request));
+        nbi_job_fail(job, &e);
+    } else if (event->finish == NB_FINISH_CANCELLED) {
+        nbi_api_fail(&e, 503, "cancelled", NULL, "the request was cancelled");
+        nbi_job_fail(job, &e);
+    } else if (is_dropped(job, event)) {
+        c->finish = NB_FINISH_LENGTH;
+        c->matched_id = c->matched_string = -1;
+    }
+}
+
+static nb_status take_event(nbi_job *job, nbi_choice *c, const nb_event *event)
+{
+    bool last = event->finish != NB_FINISH_NONE;
+    if (!is_dropped(job, event)) {
+        if (event->id >= 0 && !event->is_prompt) {
+            c->n_tokens++;
+            c->n_reasoning += nbi_reasoning_inside(&c->splitter);
+        }
+        NB_TRY(take_logprob(job, c, event));
+        if (event->n_text || last) {
+            NB_TRY(job->surface->take(job, c, event));
+        }
+    }
+    if (last) take_finish(job, c, event);
+    return NB_OK;
+}
+
+/* Everything the choice has ready. */
+static void read_choice(nbi_job *job, nbi_choice *c)
+{
+    nb_event event;
+    nb_error err = {0};
+    nb_status status = NB_OK;
+    while (!c->done && job->error.http == 0 &&
+           (status = nb_request_read(c->request, &event, 0, &err)) == NB_OK) {
+        if (take_event(job, c, &event) != NB_OK) {
+            nbi_api_error e = {0};
+            no_memory(&e);
+            nbi_job_fail(job, &e);
+        }
+    }
+    if (status < 0) {
+        nbi_api_error e = {0};
+        nbi_api_from(&e, status, &err, NULL);
+        nbi_job_fail(job, &e);
+    }
+}
+
+/* ---------------------------------------------------------------- writing */
+
+nb_status nbi_job_write_usage(const nbi_job *job, const nbi_choice *choice, nbi_buf *out)
+{
+    uint64_t prompt = 0, completion = 0, reasoning = 0;
+    if (choice) {
+        prompt = job->prompts[choice->prompt].n_ids;
+        completion = choice->n_tokens;
+        reasoning = choice->has_reasoning ? choice->n_reasoning : 0;
+    } else {
+        for (uint32_t i = 0; i < job->n_prompts; i++) prompt += job->prompts[i].n_ids;
+        for (uint32_t i = 0; i < job->n_choices; i++) {
+            completion += job->choices[i].n_tokens;
+            if (job->choices[i].has_reasoning) reasoning += job->choices[i].n_reasoning;
+        }
+    }
+    return nbi_buf_addf(out,
+                        ",\"usage\":{\"prompt_tokens\":%llu,\"completion_tokens\":%llu,"
+                        "\"total_tokens\":%llu,\"prompt_tokens_details\":null,"
+                        "\"completion_tokens_details\":{\"reasoning_tokens\":%llu}}",
+                        (unsigned long long)prompt, (unsigned long long)completion,
+                        (unsigned long long)(prompt + completion), (unsigned long long)reasoning);
+}
+
+nb_status nbi_job_write_tail(const nbi_job *job, const nbi_choice *choice, nbi_buf *out)
+{
+    NB_TRY(nbi_buf_add(out, "]", 1));
+    if (job->params.continuous_usage) {
+        NB_TRY(nbi_job_write_usage(job, choice, out));
+    } else if (job->params.include_usage) {
+        NB_TRY(nbi_buf_add(out, ",\"usage\":null", 13));
+    }
+    return nbi_buf_add(out, "}\n\n", 3);
+}
+
+/* A stop id of the request, as opposed to an end-of-sequence id of the model. */
+static bool is_own_stop_id(const nb_sampling *s, int32_t id)
+{
+    for (uint32_t i = 0; i < s->n_stop_ids; i++) {
+        if (s->stop_ids[i] == id) return true;
+    }
+    return false;
+}
+
+nb_status nbi_job_write_finish(const nbi_job *job, const nbi_choice *c, bool last, nbi_buf *out)
+{
+    const nb_sampling *s = &job->params.sampling;
+    if (!last) return nbi_buf_add(out, ",\"finish_reason\":null", 21);
+    NB_TRY(nbi_buf_addf(out, ",\"finish_reason\":\"%s\"",
+                        c->finish == NB_FINISH_STOP ? "stop" : "length"));
+    if (c->matched_string >= 0) {
+        const char *stop = s->stop_strings[c->matched_string];
+        NB_TRY(nbi_buf_add(out, ",\"stop_reason\":", 15));
+        NB_TRY(nbi_json_quote(out, stop, strlen(stop)));
+        NB_TRY(nbi_buf_add(out, ",\"matched_stop\":", 16));
+        return nbi_json_quote(out, stop, strlen(stop));
+    }
+    if (c->matched_id < 0) return nbi_buf_addf(out, ",\"stop_reason\":null,\"matched_stop\":null");
+    if (is_own_stop_id(s, c->matched_id)) {
+        return nbi_buf_addf(out, ",\"stop_reason\":%d,\"matched_stop\":%d", c->matched_id,
+                            c->matched_id);
+    }
+    return nbi_buf_addf(out, ",\"stop_reason\":null,\"matched_stop\":%d", c->matched_id);
+}
+
+/* The event with no choices, for who asked for it. */
+static nb_status write_usage_event(const nbi_job *job, nbi_buf *out)
+{
+    NB_TRY(nbi_buf_add(out, "data: ", 6));
+    NB_TRY(nbi_buf_add(out, job->head.data, job->head.len));
+    NB_TRY(nbi_buf_add(out, "]", 1));
+    NB_TRY(nbi_job_write_usage(job, NULL, out));
+    return nbi_buf_add(out, "}\n\n", 3);
+}
+
+static nb_status write_end(nbi_job *job, nbi_buf *out)
+{
+    if (job->error.http) {
+        NB_TRY(nbi_buf_add(out, "data: ", 6));
+        NB_TRY(nbi_api_error_json(out, &job->error));
+        NB_TRY(nbi_buf_add(out, "\n\n", 2));
+    } else if (job->params.include_usage) {
+        NB_TRY(write_usage_event(job, out));
+    }
+    return nbi_buf_add(out, "data: [DONE]\n\n", 14);
+}
+
+bool nbi_job_finished(const nbi_job *job)
+{
+    return job->error.http || job->n_done == job->n_choices;
+}
+
+void nbi_job_pump(nbi_job *job, nbi_buf *out)
+{
+    for (uint32_t i = 0; i < job->n_choices && !job->error.http; i++) {
+        nbi_choice *c = &job->choices[i];
+        if (c->done || !atomic_exchange(&c->signalled, false)) continue;
+        read_choice(job, c);
+        if (!job->params.stream || job->error.http) continue;
+        size_t before = out->len;
+        if (job->surface->write_delta(job, c, out) != NB_OK) {
+            nbi_api_error e = {0};
+            no_memory(&e);
+            nbi_job_fail(job, &e);
+            out->len = before;
+        }
+    }
+    if (!job->params.stream || job->ended || !nbi_job_finished(job)) return;
+    job->cut = write_end(job, out) != NB_OK;
+    job->ended = true;
+}
+
+static nb_status write_reply(nbi_job *job, nbi_buf *out)
+{
+    NB_TRY(nbi_buf_add(out, job->head.data, job->head.len));
+    for (uint32_t i = 0; i < job->n_choices; i++) {
+        if (i) NB_TRY(nbi_buf_add(out, ",", 1));
+        NB_TRY(job->surface->write_choice(job, &job->choices[i], out));
+    }
+    NB_TRY(nbi_buf_add(out, "]", 1));
+    NB_TRY(nbi_job_write_usage(job, NULL, out));
+    return nbi_buf_add(out, "}", 1);
+}
+
+bool nbi_job_reply(nbi_job *job, nbi_buf *out)
+{
+    if (job->error.http == 0 && write_reply(job, out) != NB_OK) no_memory(&job->error);
+    return job->error.http == 0;
+}

@@ -1,0 +1,134 @@
+/* One API request from its JSON body to its last byte: parse, validate, submit, stream.
+ *
+ * A job knows no HTTP: it takes a body, and gives either one JSON reply or SSE events. What differs
+ * between API surfaces is a table of functions (nbi_surface); one file per surface fills it.
+ *
+ * Threads: one thread at a time works on a job; `notify` comes from the engine's thread, and
+ * nbi_job_cancel() may be called from any thread. */
+#pragma once
+
+#include <stdatomic.h>
+
+#include "server/logprobs.h"
+#include "server/sampling_params.h"
+#include "server/served.h"
+#include "text/reasoning.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef struct nbi_job nbi_job;
+
+/* One prompt; `ids` and `text` live in the job's arena. */
+typedef struct nbi_prompt {
+    const int32_t *ids; /* [n_ids] */
+    size_t n_ids;
+    const char *text; /* [n_text] what echo shows; NULL without echo */
+    size_t n_text;
+} nbi_prompt;
+
+/* One answer. In a stream the buffers hold what was not sent yet, else all of it. */
+typedef struct nbi_choice {
+    nbi_job *job;
+    uint32_t index, prompt;
+    nb_request *request;
+    atomic_bool signalled; /* the engine has said that something can be read */
+    bool opened;           /* stream: the first event was written */
+    bool done;
+    nb_finish finish;
+    int32_t matched_id, matched_string; /* as in nb_event */
+    uint32_t n_tokens, n_reasoning;     /* the second counts only when has_reasoning */
+    size_t n_chars; /* characters of prompt (with echo) and answer so far, for text offsets */
+    nbi_buf text;
+    nbi_buf reasoning;     /* chat: all of it while it may still turn out to be the answer */
+    size_t reasoning_sent; /* stream: bytes of it that were sent */
+    bool has_reasoning;
+    nbi_reasoning splitter; /* chat: reasoning and content */
+    nbi_logprobs logprobs;
+} nbi_choice;
+
+/* What an API surface decides. */
+typedef struct nbi_surface {
+    const char *id_prefix;    /* "chatcmpl-" */
+    const char *object;       /* of the whole reply */
+    const char *chunk_object; /* of a stream's events */
+    nbi_logprob_shape logprob_shape;
+    /* Reads and checks the body into job->params, job->echo, job->chat. Pure. */
+    nb_status (*read)(nbi_job *job, const json_t *body, nbi_api_error *e);
+    /* Fills job->prompts: renders and tokenises. */
+    nb_status (*encode)(nbi_job *job, const json_t *body, nbi_api_error *e);
+    /* Prepares a choice before its request is submitted. */
+    nb_status (*begin)(nbi_job *job, nbi_choice *choice);
+    /* Takes the text of an event that has some, or is the last. */
+    nb_status (*take)(nbi_job *job, nbi_choice *choice, const nb_event *event);
+    /* Appends stream events for what is waiting in the choice, and empties it. */
+    nb_status (*write_delta)(nbi_job *job, nbi_choice *choice, nbi_buf *out);
+    /* Appends the choice's object of the whole reply. */
+    nb_status (*write_choice)(nbi_job *job, nbi_choice *choice, nbi_buf *out);
+} nbi_surface;
+
+extern const nbi_surface nbi_surface_completions;
+extern const nbi_surface nbi_surface_chat;
+
+struct nbi_job {
+    const nbi_surface *surface;
+    const nbi_served *served;   /* the model; outlives the job */
+    const nbi_api_facts *facts; /* the same, for validation */
+    nbi_arena arena;            /* prompts, stop strings */
+    nbi_params params;
+    bool echo;                /* completions: the prompt is part of the text */
+    bool separate_reasoning;  /* chat: false leaves the thinking in the content */
+    bool include_reasoning;   /* chat: false drops it */
+    json_t *chat;             /* chat: what nbi_chat_encode() takes; until it is encoded */
+    bool starts_in_reasoning; /* chat: the prompt has opened the thinking */
+    nbi_prompt *prompts;      /* [n_prompts], in the arena */
+    uint32_t n_prompts;
+    nbi_choice *choices; /* [n_choices] choice c answers prompt c / params.n */
+    uint32_t n_choices, n_done;
+    nbi_buf head;        /* {"id":...,"choices":[ */
+    nbi_api_error error; /* http != 0: the job has failed */
+    bool ended;          /* stream: the last event was written */
+    bool cut;            /* stream: or could not be; what was sent must not look complete */
+    void (*notify)(void *user);
+    void *notify_user;
+};
+
+/* Parses, validates, encodes and submits. On failure *e is filled and *out untouched. `body` is
+ * read, and rewritten where messages are normalised; it is not kept. */
+nb_status nbi_job_open(nbi_job **out, const nbi_surface *surface, const nbi_served *served,
+                       json_t *body, void (*notify)(void *user), void *notify_user,
+                       nbi_api_error *e);
+
+/* Reads what the engine has ready. With params.stream, appends events to *out; the last of them is
+ * [DONE]. Failures end up in job->error (and, in a stream, in an error event). */
+void nbi_job_pump(nbi_job *job, nbi_buf *out);
+
+/* Nothing more will come: every choice is done, or the job failed. */
+bool nbi_job_finished(const nbi_job *job);
+
+/* Appends the JSON of a finished job that is not a stream; false, with job->error filled, when it
+ * failed. */
+bool nbi_job_reply(nbi_job *job, nbi_buf *out);
+
+/* From any thread, until nbi_job_close(). */
+void nbi_job_cancel(nbi_job *job);
+
+/* Fails the job with this error; its stream ends with it. */
+void nbi_job_fail(nbi_job *job, const nbi_api_error *e);
+
+void nbi_job_close(nbi_job **job);
+
+/* ---- shared by the surfaces */
+
+/* `,"usage":{...}`; choice NULL: of the whole job. */
+nb_status nbi_job_write_usage(const nbi_job *job, const nbi_choice *choice, nbi_buf *out);
+/* What follows the choice in a stream event: `]`, usage where asked for, the end of the event. */
+nb_status nbi_job_write_tail(const nbi_job *job, const nbi_choice *choice, nbi_buf *out);
+/* `,"finish_reason":...,"stop_reason":...,"matched_stop":...`; nulls while the choice runs on. */
+nb_status nbi_job_write_finish(const nbi_job *job, const nbi_choice *choice, bool last,
+                               nbi_buf *out);
+
+#ifdef __cplusplus
+}
+#endif

@@ -1,0 +1,201 @@
+/* Reading of chat messages. Called by openai_chat.c and by the fuzz target. */
+#include "server/messages.h"
+
+#include <stdio.h>
+#include <string.h>
+
+#include "text/chat.h"
+
+#define NO_MEMORY(e) nbi_api_fail(e, 503, NULL, NULL, "no memory for the messages of this request")
+
+/* ---------------------------------------------------------------- messages */
+
+/* The place that a sentence of the text room is about: "messages[2].content" in
+ * "messages[2].content is ...". */
+static const char *place_of(char out[NBI_PARAM_MAX], const char *sentence)
+{
+    const char *at = strstr(sentence, "messages");
+    size_t n = at ? strcspn(at, " :") : 0;
+    if (n >= NBI_PARAM_MAX) n = NBI_PARAM_MAX - 1;
+    if (!n) return "messages";
+    memcpy(out, at, n);
+    out[n] = '\0';
+    return out;
+}
+
+/* A turn of a user without text is a mistake of the client; an assistant's may be all tool calls.
+ */
+static nb_status check_content(const json_t *message, size_t i, nbi_api_error *e)
+{
+    const char *role = json_string_value(json_object_get(message, "role"));
+    char param[NBI_PARAM_MAX];
+    if (!role || nbi_field(message, "content")) return NB_OK;
+    if (strcmp(role, "user") != 0 && strcmp(role, "system") != 0 &&
+        strcmp(role, "developer") != 0) {
+        return NB_OK;
+    }
+    snprintf(param, sizeof param, "messages[%zu].content", i);
+    return nbi_api_field(e, param, "is missing");
+}
+
+/* The body belongs to the request alone: its messages are rewritten in place. */
+static nb_status read_messages(json_t **out, const json_t *body, nbi_api_error *e)
+{
+    json_t *messages = NULL;
+    const json_t *message;
+    size_t i;
+    char param[NBI_PARAM_MAX];
+    nb_error err = {0};
+    NB_TRY(nbi_field_array(&messages, body, "", "messages", e));
+    if (!messages) return nbi_api_field(e, "messages", "is missing");
+    if (json_array_size(messages) == 0) return nbi_api_field(e, "messages", "is empty");
+    if (json_array_size(messages) > NBI_MESSAGES_MAX) {
+        return nbi_api_field(e, "messages", "%zu messages, at most %d", json_array_size(messages),
+                             NBI_MESSAGES_MAX);
+    }
+    json_array_foreach(messages, i, message) NB_TRY(check_content(message, i, e));
+    nb_status status = nbi_chat_normalise(messages, &err);
+    if (status != NB_OK) return nbi_api_from(e, status, &err, place_of(param, err.text));
+    *out = json_incref(messages);
+    return NB_OK;
+}
+
+/* ---------------------------------------------------------------- tools and template arguments */
+
+static nb_status check_tool(const json_t *tool, size_t i, nbi_api_error *e)
+{
+    char param[NBI_PARAM_MAX], prefix[NBI_PARAM_MAX];
+    json_t *function = NULL, *parameters = NULL;
+    const char *name = NULL, *description = NULL, *type = "function";
+    snprintf(param, sizeof param, "tools[%zu]", i);
+    snprintf(prefix, sizeof prefix, "tools[%zu].", i);
+    if (!json_is_object(tool)) {
+        return nbi_api_field(e, param, "expected an object, found %s", nbi_json_kind(tool));
+    }
+    NB_TRY(nbi_field_str(&type, tool, prefix, "type", e));
+    if (strcmp(type, "function") != 0) {
+        snprintf(param, sizeof param, "tools[%zu].type", i);
+        return nbi_api_field(e, param, "\"%.64s\" is not supported, expected \"function\"", type);
+    }
+    NB_TRY(nbi_field_object(&function, tool, prefix, "function", e));
+    snprintf(param, sizeof param, "tools[%zu].function", i);
+    if (!function) return nbi_api_field(e, param, "is missing");
+    snprintf(prefix, sizeof prefix, "tools[%zu].function.", i);
+    NB_TRY(nbi_field_str(&name, function, prefix, "name", e));
+    if (!name || !name[0]) return nbi_api_field(e, param, "the function has no \"name\"");
+    NB_TRY(nbi_field_str(&description, function, prefix, "description", e));
+    return nbi_field_object(&parameters, function, prefix, "parameters", e);
+}
+
+/* "none" hides the tools; forcing a call needs a grammar. */
+static nb_status read_tool_choice(bool *hide, const json_t *body, nbi_api_error *e)
+{
+    const json_t *choice = nbi_field(body, "tool_choice");
+    *hide = false;
+    if (!choice) return NB_OK;
+    const char *word = json_is_string(choice) ? json_string_value(choice) : "a named function";
+    if (!json_is_string(choice) && !json_is_object(choice)) {
+        return nbi_api_field(e, "tool_choice", "expected a string or an object, found %s",
+                             nbi_json_kind(choice));
+    }
+    *hide = strcmp(word, "none") == 0;
+    if (*hide || strcmp(word, "auto") == 0) return NB_OK;
+    return nbi_api_field(e, "tool_choice",
+                         "\"%.64s\" is not supported, this server knows \"auto\" and \"none\"",
+                         word);
+}
+
+static nb_status read_tools(json_t **out, const json_t *body, nbi_api_error *e)
+{
+    json_t *tools = NULL;
+    const json_t *tool;
+    bool hide;
+    size_t i;
+    NB_TRY(nbi_field_array(&tools, body, "", "tools", e));
+    NB_TRY(read_tool_choice(&hide, body, e));
+    if (!tools || json_array_size(tools) == 0) return NB_OK;
+    json_array_foreach(tools, i, tool) NB_TRY(check_tool(tool, i, e));
+    if (!hide) *out = json_incref(tools);
+    return NB_OK;
+}
+
+/* {"type": "enabled" | "disabled"}, the switch of the vendor's own service. */
+static nb_status read_thinking(json_t *kwargs, const json_t *body, nbi_api_error *e)
+{
+    json_t *thinking = NULL;
+    const char *type = NULL;
+    NB_TRY(nbi_field_object(&thinking, body, "", "thinking", e));
+    if (!thinking) return NB_OK;
+    NB_TRY(nbi_field_str(&type, thinking, "thinking.", "type", e));
+    if (!type) return NB_OK;
+    bool on = strcmp(type, "enabled") == 0;
+    if (!on && strcmp(type, "disabled") != 0) {
+        return nbi_api_field(e, "thinking.type",
+                             "\"%.64s\" is unknown, expected enabled or disabled", type);
+    }
+    return json_object_set_new(kwargs, "enable_thinking", json_boolean(on)) == 0 ? NB_OK
+                                                                                 : NO_MEMORY(e);
+}
+
+/* From the general to the particular: what comes later wins. */
+static nb_status read_kwargs(json_t *kwargs, const json_t *body, nbi_api_error *e)
+{
+    json_t *given = NULL;
+    const char *effort = NULL;
+    bool thinking = true;
+    NB_TRY(nbi_field_str(&effort, body, "", "reasoning_effort", e));
+    if (effort && json_object_set_new(kwargs, "reasoning_effort", json_string(effort)) != 0) {
+        return NO_MEMORY(e);
+    }
+    NB_TRY(read_thinking(kwargs, body, e));
+    NB_TRY(nbi_field_bool(&thinking, body, "", "enable_thinking", e));
+    if (nbi_field(body, "enable_thinking") &&
+        json_object_set_new(kwargs, "enable_thinking", json_boolean(thinking)) != 0) {
+        return NO_MEMORY(e);
+    }
+    NB_TRY(nbi_field_object(&given, body, "", "chat_template_kwargs", e));
+    if (!given) return NB_OK;
+    NB_TRY(nbi_field_bool(&thinking, given, "chat_template_kwargs.", "enable_thinking", e));
+    return json_object_update(kwargs, given) == 0 ? NB_OK : NO_MEMORY(e);
+}
+
+/* Fields of chat requests whose effect is not built; ignoring them would change the answer. */
+static nb_status refuse_unsupported(const json_t *body, nbi_api_error *e)
+{
+    static const char *const switches[] = {"continue_final_message", "echo", "add_special_tokens"};
+    static const char *const values[] = {"chat_template", "documents", "functions",
+                                         "function_call", "audio",     "input_ids"};
+    for (size_t i = 0; i < sizeof switches / sizeof *switches; i++) {
+        bool on = false;
+        NB_TRY(nbi_field_bool(&on, body, "", switches[i], e));
+        if (on) return nbi_api_field(e, switches[i], "not supported by this server");
+    }
+    for (size_t i = 0; i < sizeof values / sizeof *values; i++) {
+        if (nbi_field(body, values[i])) {
+            return nbi_api_field(e, values[i], "not supported by this server");
+        }
+    }
+    return NB_OK;
+}
+
+nb_status nbi_chat_request_read(json_t **out, const json_t *body, nbi_api_error *e)
+{
+    nb_status status;
+    json_t *messages = NULL, *tools = NULL, *kwargs = json_object(), *request = NULL;
+    bool generate = true;
+    if (!kwargs) return NO_MEMORY(e);
+    NB_TRY_OR(status, read_messages(&messages, body, e), done);
+    NB_TRY_OR(status, read_tools(&tools, body, e), done);
+    NB_TRY_OR(status, read_kwargs(kwargs, body, e), done);
+    NB_TRY_OR(status, nbi_field_bool(&generate, body, "", "add_generation_prompt", e), done);
+    NB_TRY_OR(status, refuse_unsupported(body, e), done);
+    request = json_pack("{sO, sO?, sO, sb}", "messages", messages, "tools", tools,
+                        "chat_template_kwargs", kwargs, "add_generation_prompt", generate);
+    if (!request) status = NO_MEMORY(e);
+done:
+    json_decref(messages);
+    json_decref(tools);
+    json_decref(kwargs);
+    if (status == NB_OK) *out = request;
+    return status;
+}

@@ -1,0 +1,291 @@
+/* Reading of the shared request fields. Called by openai_completions.c and openai_chat.c, and by
+ * the fuzz target. One function per group of fields; nbi_params_read() lists them. */
+#include "server/sampling_params.h"
+
+#include <math.h>
+#include <stdio.h>
+#include <string.h>
+
+/* ---------------------------------------------------------------- refusals */
+
+/* Values of an unsupported field that ask for nothing. */
+typedef enum neutral {
+    NEUTRAL_NONE,  /* only absent and null */
+    NEUTRAL_ZERO,  /* 0 */
+    NEUTRAL_ONE,   /* 1 */
+    NEUTRAL_FALSE, /* false */
+    NEUTRAL_EMPTY  /* an empty object, array or string */
+} neutral;
+
+/* Fields that would change the answer. Ignoring them would be a silent lie. */
+static const struct {
+    const char *key;
+    neutral neutral;
+} unsupported[] = {
+    {"frequency_penalty", NEUTRAL_ZERO},
+    {"presence_penalty", NEUTRAL_ZERO},
+    {"repetition_penalty", NEUTRAL_ONE},
+    {"length_penalty", NEUTRAL_ONE},
+    {"logit_bias", NEUTRAL_EMPTY},
+    {"allowed_token_ids", NEUTRAL_NONE},
+    {"bad_words", NEUTRAL_EMPTY},
+    {"use_beam_search", NEUTRAL_FALSE},
+    {"stop_regex", NEUTRAL_EMPTY},
+    {"truncate_prompt_tokens", NEUTRAL_NONE},
+    {"prompt_logprobs", NEUTRAL_NONE},
+    {"logprob_token_ids", NEUTRAL_EMPTY},
+    {"thinking_token_budget", NEUTRAL_NONE},
+    {"structured_outputs", NEUTRAL_NONE},
+    {"guided_json", NEUTRAL_NONE},
+    {"guided_regex", NEUTRAL_NONE},
+    {"guided_choice", NEUTRAL_NONE},
+    {"guided_grammar", NEUTRAL_NONE},
+    {"json_schema", NEUTRAL_NONE},
+    {"regex", NEUTRAL_NONE},
+    {"ebnf", NEUTRAL_NONE},
+    {"lora_path", NEUTRAL_NONE},
+    {"custom_logit_processor", NEUTRAL_NONE},
+    {"logits_processors", NEUTRAL_EMPTY},
+};
+
+static bool is_neutral(const json_t *value, neutral kind)
+{
+    switch (kind) {
+    case NEUTRAL_NONE: return false;
+    case NEUTRAL_ZERO: return json_is_number(value) && json_number_value(value) == 0;
+    case NEUTRAL_ONE: return json_is_number(value) && json_number_value(value) == 1;
+    case NEUTRAL_FALSE: return json_is_false(value);
+    case NEUTRAL_EMPTY:
+        return (json_is_object(value) && json_object_size(value) == 0) ||
+               (json_is_array(value) && json_array_size(value) == 0) ||
+               (json_is_string(value) && json_string_length(value) == 0);
+    }
+    return false;
+}
+
+static nb_status refuse_unsupported(const json_t *body, nbi_api_error *e)
+{
+    for (size_t i = 0; i < sizeof unsupported / sizeof *unsupported; i++) {
+        const json_t *value = nbi_field(body, unsupported[i].key);
+        if (value && !is_neutral(value, unsupported[i].neutral)) {
+            return nbi_api_field(e, unsupported[i].key, "not supported by this server");
+        }
+    }
+    return NB_OK;
+}
+
+/* {"type": "text"} is what everything gives; grammars are refused. */
+static nb_status check_response_format(const json_t *body, nbi_api_error *e)
+{
+    json_t *format = NULL;
+    const char *type = "text";
+    NB_TRY(nbi_field_object(&format, body, "", "response_format", e));
+    if (!format) return NB_OK;
+    NB_TRY(nbi_field_str(&type, format, "response_format.", "type", e));
+    if (strcmp(type, "text") == 0) return NB_OK;
+    return nbi_api_field(e, "response_format.type",
+                         "\"%.64s\" is not supported, this server knows \"text\"", type);
+}
+
+/* ---------------------------------------------------------------- groups */
+
+static nb_status read_model(const json_t *body, const nbi_api_facts *facts, nbi_api_error *e)
+{
+    const char *model = NULL;
+    NB_TRY(nbi_field_str(&model, body, "", "model", e));
+    if (!model) return NB_OK;
+    for (uint32_t i = 0; i < facts->n_names; i++) {
+        if (strcmp(model, facts->names[i]) == 0) return NB_OK;
+    }
+    return nbi_api_fail(e, 404, "model_not_found", "model",
+                        "the model \"%.128s\" does not exist, this server has \"%.128s\"", model,
+                        facts->n_names ? facts->names[0] : "");
+}
+
+/* The newer name wins when both are given. */
+static nb_status read_lengths(nbi_params *p, const json_t *body, uint32_t min_max_tokens,
+                              nbi_api_error *e)
+{
+    int64_t max_tokens = -1, newer = -1, min_tokens = p->sampling.min_tokens;
+    NB_TRY(nbi_field_int(&max_tokens, body, "", "max_tokens", min_max_tokens, UINT32_MAX, e));
+    NB_TRY(nbi_field_int(&newer, body, "", "max_completion_tokens", min_max_tokens, UINT32_MAX, e));
+    NB_TRY(nbi_field_int(&min_tokens, body, "", "min_tokens", 0, UINT32_MAX, e));
+    NB_TRY(nbi_field_bool(&p->sampling.ignore_eos, body, "", "ignore_eos", e));
+    p->max_tokens_field = newer >= 0 ? "max_completion_tokens" : "max_tokens";
+    if (newer >= 0) max_tokens = newer;
+    p->has_max_tokens = max_tokens >= 0;
+    p->max_tokens = p->has_max_tokens ? (uint32_t)max_tokens : 0;
+    if (p->has_max_tokens && min_tokens > max_tokens) {
+        return nbi_api_field(e, "min_tokens", "%lld is more than %s, %lld", (long long)min_tokens,
+                             p->max_tokens_field, (long long)max_tokens);
+    }
+    p->sampling.min_tokens = (uint32_t)min_tokens;
+    return NB_OK;
+}
+
+/* A number in [min, max], or in (min, max] with `open`. */
+static nb_status read_ratio(float *out, const json_t *body, const char *key, double min, bool open,
+                            double max, nbi_api_error *e)
+{
+    double value = *out;
+    NB_TRY(nbi_field_num(&value, body, "", key, e));
+    bool low = open ? !(value > min) : !(value >= min);
+    if (low || !(value <= max)) {
+        return nbi_api_field(e, key, "%.9g is outside of %c%g, %g]", value, open ? '(' : '[', min,
+                             max);
+    }
+    *out = (float)value;
+    if (open && !((double)*out > min)) *out = 1e-30f; /* a denormal that rounded to the open end */
+    return NB_OK;
+}
+
+static nb_status read_randomness(nbi_params *p, const json_t *body, nbi_api_error *e)
+{
+    nb_sampling *s = &p->sampling;
+    double temperature = s->temperature;
+    int64_t top_k = s->top_k, seed = 0;
+    NB_TRY(nbi_field_num(&temperature, body, "", "temperature", e));
+    if (!(temperature >= 0) || temperature > 1e6) {
+        return nbi_api_field(e, "temperature", "%.9g is outside of 0 to 1000000", temperature);
+    }
+    s->temperature = (float)temperature;
+    NB_TRY(read_ratio(&s->top_p, body, "top_p", 0, true, 1, e));
+    NB_TRY(read_ratio(&s->min_p, body, "min_p", 0, false, 1, e));
+    NB_TRY(nbi_field_int(&top_k, body, "", "top_k", -1, INT32_MAX, e));
+    s->top_k = (int32_t)top_k;
+    if (nbi_field(body, "seed")) {
+        NB_TRY(nbi_field_int(&seed, body, "", "seed", INT64_MIN, INT64_MAX, e));
+        s->has_seed = true;
+        s->seed = (uint64_t)seed;
+    }
+    return NB_OK;
+}
+
+static nb_status read_n(nbi_params *p, const json_t *body, nbi_api_error *e)
+{
+    int64_t n = 1;
+    NB_TRY(nbi_field_int(&n, body, "", "n", 1, NBI_N_MAX, e));
+    int64_t best_of = n;
+    NB_TRY(nbi_field_int(&best_of, body, "", "best_of", 1, NBI_N_MAX, e));
+    if (best_of != n) {
+        return nbi_api_field(e, "best_of", "not supported unless it equals n, %lld", (long long)n);
+    }
+    p->n = (uint32_t)n;
+    return NB_OK;
+}
+
+static nb_status add_stop(nb_sampling *s, const json_t *value, const char *param, nbi_api_error *e)
+{
+    if (!json_is_string(value)) {
+        return nbi_api_field(e, param, "expected a string, found %s", nbi_json_kind(value));
+    }
+    if (json_string_length(value) == 0) return nbi_api_field(e, param, "a stop text is empty");
+    if (s->n_stop_strings == NB_STOP_STRINGS_MAX) {
+        return nbi_api_field(e, "stop", "more than %d stop texts", NB_STOP_STRINGS_MAX);
+    }
+    s->stop_strings[s->n_stop_strings++] = json_string_value(value);
+    return NB_OK;
+}
+
+static nb_status read_stop_strings(nbi_params *p, const json_t *body, nbi_api_error *e)
+{
+    const json_t *stop = nbi_field(body, "stop");
+    if (!stop) return NB_OK;
+    if (json_is_string(stop)) return add_stop(&p->sampling, stop, "stop", e);
+    if (!json_is_array(stop)) {
+        return nbi_api_field(e, "stop", "expected a string or an array of strings, found %s",
+                             nbi_json_kind(stop));
+    }
+    size_t i;
+    const json_t *value;
+    json_array_foreach(stop, i, value)
+    {
+        char param[NBI_PARAM_MAX];
+        snprintf(param, sizeof param, "stop[%zu]", i);
+        NB_TRY(add_stop(&p->sampling, value, param, e));
+    }
+    return NB_OK;
+}
+
+static nb_status read_stop_ids(nbi_params *p, const json_t *body, const nbi_api_facts *facts,
+                               nbi_api_error *e)
+{
+    nb_sampling *s = &p->sampling;
+    json_t *ids = NULL;
+    const json_t *value;
+    size_t i;
+    NB_TRY(nbi_field_array(&ids, body, "", "stop_token_ids", e));
+    if (!ids) return NB_OK;
+    json_array_foreach(ids, i, value)
+    {
+        char param[NBI_PARAM_MAX];
+        int64_t id;
+        snprintf(param, sizeof param, "stop_token_ids[%zu]", i);
+        NB_TRY(nbi_value_int(&id, value, param, 0, (int64_t)facts->vocab_size - 1, e));
+        if (s->n_stop_ids == NB_STOP_IDS_MAX) {
+            return nbi_api_field(e, "stop_token_ids", "more than %d ids", NB_STOP_IDS_MAX);
+        }
+        s->stop_ids[s->n_stop_ids++] = (int32_t)id;
+    }
+    return NB_OK;
+}
+
+static nb_status read_text_options(nbi_params *p, const json_t *body, nbi_api_error *e)
+{
+    nb_sampling *s = &p->sampling;
+    NB_TRY(nbi_field_bool(&s->include_stop, body, "", "no_stop_trim", e));
+    NB_TRY(nbi_field_bool(&s->include_stop, body, "", "include_stop_str_in_output", e));
+    return nbi_field_bool(&s->skip_special, body, "", "skip_special_tokens", e);
+}
+
+static nb_status read_stream(nbi_params *p, const json_t *body, nbi_api_error *e)
+{
+    json_t *options = NULL;
+    NB_TRY(nbi_field_bool(&p->stream, body, "", "stream", e));
+    NB_TRY(nbi_field_object(&options, body, "", "stream_options", e));
+    if (!options) return NB_OK;
+    if (!p->stream) {
+        return nbi_api_field(e, "stream_options", "only allowed when \"stream\" is true");
+    }
+    NB_TRY(nbi_field_bool(&p->include_usage, options, "stream_options.", "include_usage", e));
+    return nbi_field_bool(&p->continuous_usage, options, "stream_options.",
+                          "continuous_usage_stats", e);
+}
+
+nb_status nbi_params_read(nbi_params *out, const json_t *body, const nbi_api_facts *facts,
+                          uint32_t min_max_tokens, nbi_api_error *e)
+{
+    *out = (nbi_params){.sampling = facts->defaults, .n = 1};
+    NB_TRY(read_model(body, facts, e));
+    NB_TRY(read_lengths(out, body, min_max_tokens, e));
+    NB_TRY(read_randomness(out, body, e));
+    NB_TRY(read_n(out, body, e));
+    NB_TRY(read_stop_strings(out, body, e));
+    NB_TRY(read_stop_ids(out, body, facts, e));
+    NB_TRY(read_text_options(out, body, e));
+    NB_TRY(read_stream(out, body, e));
+    NB_TRY(check_response_format(body, e));
+    return refuse_unsupported(body, e);
+}
+
+nb_status nbi_params_check_length(const nbi_params *params, const nbi_api_facts *facts,
+                                  size_t n_prompt, const char *prompt_field, nbi_api_error *e)
+{
+    const uint64_t limit = facts->max_context;
+    if (n_prompt == 0) return nbi_api_field(e, prompt_field, "is empty, no token to start from");
+    if (n_prompt >= limit) {
+        return nbi_api_fail(e, 400, "context_length_exceeded", prompt_field,
+                            "%s: the prompt has %zu tokens, which leaves no room for an answer "
+                            "(%s: %u) in the context of %llu tokens",
+                            prompt_field, n_prompt, params->max_tokens_field, params->max_tokens,
+                            (unsigned long long)limit);
+    }
+    if (params->has_max_tokens && n_prompt + params->max_tokens > limit) {
+        return nbi_api_fail(e, 400, "context_length_exceeded", params->max_tokens_field,
+                            "%s: the prompt has %zu tokens and the answer may have %u, together "
+                            "more than the context of %llu tokens",
+                            params->max_tokens_field, n_prompt, params->max_tokens,
+                            (unsigned long long)limit);
+    }
+    return NB_OK;
+}

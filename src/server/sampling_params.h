@@ -1,0 +1,49 @@
+/* The fields that both OpenAI surfaces share: how to sample, how many answers, how to stream.
+ *
+ * Reading is pure: it needs the facts of the model, not the engine, so that it can be fuzzed. */
+#pragma once
+
+#include "server/fields.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define NBI_CHOICES_MAX 1024 /* prompts times n of one HTTP request */
+#define NBI_N_MAX       128
+
+/* What validation needs to know. Immutable once the model is loaded. */
+typedef struct nbi_api_facts {
+    nb_sampling defaults; /* the model's generation_config */
+    uint32_t vocab_size;
+    uint32_t max_context;
+    const char *const *names; /* [n_names] names the model is served under, the first is its id */
+    uint32_t n_names;
+    bool has_text;       /* a tokenizer is there */
+    bool has_chat;       /* and a chat template */
+    const char *no_chat; /* the sentence why not */
+} nbi_api_facts;
+
+typedef struct nbi_params {
+    nb_sampling sampling; /* stop strings are borrowed from the body */
+    uint32_t n;           /* answers per prompt */
+    bool has_max_tokens;
+    uint32_t max_tokens;          /* when has_max_tokens; may be 0 where the surface allows it */
+    const char *max_tokens_field; /* the name the client used; static */
+    bool stream, include_usage, continuous_usage;
+} nbi_params;
+
+/* Reads and checks: model, max_tokens, max_completion_tokens, temperature, top_p, top_k, min_p,
+ * seed, n, best_of, stop, stop_token_ids, include_stop_str_in_output, no_stop_trim, min_tokens,
+ * ignore_eos, skip_special_tokens, stream, stream_options; refuses what would change the answer and
+ * is not supported. `min_max_tokens` is the smallest max_tokens the surface takes. */
+nb_status nbi_params_read(nbi_params *out, const json_t *body, const nbi_api_facts *facts,
+                          uint32_t min_max_tokens, nbi_api_error *e);
+
+/* 400 unless prompt and answer fit the context (names the limit and both counts). */
+nb_status nbi_params_check_length(const nbi_params *params, const nbi_api_facts *facts,
+                                  size_t n_prompt, const char *prompt_field, nbi_api_error *e);
+
+#ifdef __cplusplus
+}
+#endif

@@ -1,0 +1,168 @@
+/* The model as the API sees it. Called by server.c and the surfaces; the text part by `nibble chat`
+ * too. */
+#include "server/served.h"
+
+#include <stdatomic.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/random.h>
+#include <time.h>
+
+#include "base/clock.h"
+#include "base/file.h"
+#include "base/log.h"
+
+#define TEMPLATE_BYTES_MAX ((size_t)16 << 20)
+
+/* ---------------------------------------------------------------- text */
+
+/* A template of the user's own still has the special tokens of the checkpoint as variables only
+ * when it does not name them: such templates write them out. */
+static nb_status open_template_file(nbi_template **out, const char *path, nb_error *err)
+{
+    char *source = NULL;
+    size_t n = 0;
+    NB_TRY(nbi_file_read(&source, &n, path, TEMPLATE_BYTES_MAX, err));
+    nb_status status = nbi_template_create(out, source, n, NULL, err);
+    nbi_free(source);
+    return status == NB_OK ? NB_OK : nbi_fail_prefix(err, status, "--chat-template %s", path);
+}
+
+static nb_status open_template(nbi_template **out, const char *model_dir, const char *file,
+                               nb_error *err)
+{
+    return file ? open_template_file(out, file, err) : nbi_template_open(out, model_dir, err);
+}
+
+nb_status nbi_served_text_open(nbi_served_text *out, const char *model_dir,
+                               const char *template_file, nb_error *err)
+{
+    nbi_served_text text = {0};
+    nb_error why = {0};
+    nb_status status = open_template(&text.tmpl, model_dir, template_file, &why);
+    if (status == NB_OK) {
+        nbi_template_warm(text.tmpl);
+        status = nbi_tokenizer_open(&text.tokenizer, model_dir, &why);
+    }
+    if (status != NB_OK) {
+        nbi_served_text_close(&text);
+        if (status != NB_NOT_FOUND || template_file) {
+            if (err) *err = why;
+            return status;
+        }
+        snprintf(text.why, sizeof text.why, "%s", why.text);
+    }
+    *out = text;
+    return NB_OK;
+}
+
+void nbi_served_text_close(nbi_served_text *text)
+{
+    nbi_template_close(&text->tmpl);
+    nbi_tokenizer_close(&text->tokenizer);
+}
+
+nb_status nbi_served_encode_chat(const nbi_served *served, const json_t *request,
+                                 nbi_chat_prompt *prompt, nbi_api_error *e)
+{
+    nb_error err = {0};
+    nbi_chat_options options = {.reasoning = served->reasoning};
+    nb_status status =
+        nbi_chat_encode(prompt, served->text.tmpl, served->text.tokenizer, request, &options, &err);
+    if (status == NB_OK) return NB_OK;
+    if (status == NB_TOO_LARGE) status = NB_INVALID; /* a bound of rendering, not the context */
+    return nbi_api_from(e, status, &err, "messages");
+}
+
+nbi_reasoning_kind nbi_reasoning_of_family(const char *family)
+{
+    if (strncmp(family, "glm", 3) == 0) return NBI_REASONING_GLM45;
+    if (strncmp(family, "deepseek", 8) == 0) return NBI_REASONING_THINK;
+    if (strncmp(family, "qwen3", 5) == 0) return NBI_REASONING_THINK;
+    return NBI_REASONING_NONE;
+}
+
+/* ---------------------------------------------------------------- identities */
+
+static uint64_t mix(uint64_t x) /* the finaliser of splitmix64, a bijection */
+{
+    x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
+    x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
+    return x ^ (x >> 31);
+}
+
+void nbi_served_next_id(const nbi_served *served, char out[NBI_ID_BYTES])
+{
+    static atomic_uint_fast64_t counter;
+    uint64_t n = atomic_fetch_add(&counter, 1) + 1;
+    snprintf(out, NBI_ID_BYTES, "%016llx%016llx",
+             (unsigned long long)mix(served->id_key + n * 0x9e3779b97f4a7c15u),
+             (unsigned long long)mix(served->id_key ^ mix(n)));
+}
+
+/* ---------------------------------------------------------------- life */
+
+static nb_status set_names(nbi_served *s, const nbi_served_options *o, nb_error *err)
+{
+    uint32_t n = o->n_names ? o->n_names : 1;
+    s->names = nbi_calloc(n, sizeof *s->names);
+    if (!s->names) return nbi_fail(err, NB_NO_MEMORY, "no memory for the model's names");
+    for (uint32_t i = 0; i < o->n_names; i++) s->names[i] = o->names[i];
+    if (!o->n_names) s->names[0] = s->info.model_name;
+    s->facts.names = s->names;
+    s->facts.n_names = n;
+    return NB_OK;
+}
+
+static nb_status set_reasoning(nbi_served *s, const char *name, nb_error *err)
+{
+    if (name && strcmp(name, "auto") != 0) return nbi_reasoning_by_name(&s->reasoning, name, err);
+    s->reasoning = nbi_reasoning_of_family(s->info.family);
+    return NB_OK;
+}
+
+static nb_status fill(nbi_served *s, const nbi_served_options *options, nb_error *err)
+{
+    s->created = (int64_t)time(NULL);
+    if (getrandom(&s->id_key, sizeof s->id_key, 0) != sizeof s->id_key) s->id_key = nbi_now_ns();
+    nb_engine_get_info(s->engine, &s->info);
+    nb_sampling_default(s->engine, &s->facts.defaults);
+    s->facts.vocab_size = s->info.vocab_size;
+    s->facts.max_context = s->info.max_context;
+    s->facts.has_text = s->info.has_tokenizer;
+    s->facts.has_chat = s->text.tmpl && s->text.tokenizer;
+    s->facts.no_chat = s->text.why;
+    if (!s->facts.has_chat) nbi_log(NB_LOG_WARN, "no chat: %s", s->text.why);
+    NB_TRY(set_reasoning(s, options->reasoning_parser, err));
+    return set_names(s, options, err);
+}
+
+nb_status nbi_served_create(nbi_served **out, nb_engine *engine, nbi_served_text *text,
+                            const nbi_served_options *options, nb_error *err)
+{
+    nbi_served *s = nbi_calloc(1, sizeof *s);
+    if (!s) {
+        nbi_served_text_close(text);
+        return nbi_fail(err, NB_NO_MEMORY, "no memory for the model's description");
+    }
+    s->engine = engine;
+    s->text = *text;
+    *text = (nbi_served_text){0};
+    nb_status status = fill(s, options, err);
+    if (status != NB_OK) {
+        nbi_served_destroy(&s);
+        return status;
+    }
+    *out = s;
+    return NB_OK;
+}
+
+void nbi_served_destroy(nbi_served **out)
+{
+    nbi_served *s = *out;
+    if (!s) return;
+    nbi_served_text_close(&s->text);
+    nbi_free(s->names);
+    nbi_free(s);
+    *out = NULL;
+}

@@ -1,0 +1,72 @@
+/* The server from inside. Private to src/server.
+ *
+ * `lock` guards the list of exchanges. `served` is written once, before `state` becomes ready, and
+ * read only when it is. */
+#pragma once
+
+#include <microhttpd.h>
+#include <pthread.h>
+#include <stdatomic.h>
+
+#include "server/served.h"
+#include "server/server.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef struct nbi_exchange nbi_exchange;
+
+typedef enum nbi_server_phase {
+    NBI_SERVER_LOADING,
+    NBI_SERVER_READY,
+    NBI_SERVER_STOPPING
+} nbi_server_phase;
+
+struct nbi_server {
+    nbi_server_options options;
+    uint16_t port;
+    struct MHD_Daemon *daemon;
+    atomic_int phase; /* nbi_server_phase */
+    atomic_uint_fast64_t load_done, load_total;
+    uint32_t load_logged; /* tenths of the load that the log has seen; the loading thread's */
+    nbi_served *served;
+
+    bool preparing; /* the thread below was started; the loading thread's, like all that follows */
+    pthread_t prepare_thread;
+    const char *prepare_dir;
+    nbi_served_text text; /* the prepare thread's until it is joined */
+    nb_status text_status;
+    nb_error text_error;
+
+    pthread_mutex_t lock;
+    pthread_cond_t drained; /* the list became empty */
+    nbi_exchange *live;
+    uint64_t next_serial;
+
+    int watch_fd;   /* epoll: clients that may leave */
+    int watch_stop; /* eventfd */
+    bool has_watch_thread;
+    pthread_t watch_thread;
+};
+
+/* ---- listen.c */
+
+/* A listening socket on options.host and options.port; *port is the one it got. */
+nb_status nbi_listen(int *fd, uint16_t *port, const nbi_server_options *options, nb_error *err);
+
+/* ---- http.c */
+
+nb_status nbi_http_start(nbi_server *server, int listen_fd, nb_error *err);
+
+/* ---- watch.c: notices clients that leave while their connection is suspended, when libmicrohttpd
+ * does not look at the socket. Half a close counts: it cannot be told from a whole one. */
+
+nb_status nbi_watch_start(nbi_server *server, nb_error *err);
+void nbi_watch_stop(nbi_server *server);
+void nbi_watch_add(nbi_exchange *ex);
+void nbi_watch_remove(nbi_exchange *ex);
+
+#ifdef __cplusplus
+}
+#endif
