@@ -8,6 +8,9 @@
 
 #include "base/utf8.h"
 
+#undef nbi_fail
+#undef nbi_fail_prefix
+
 const char *nb_status_text(nb_status status)
 {
     switch (status) {

@@ -24,6 +24,12 @@ nb_status nbi_fail(nb_error *err, nb_status status, const char *fmt, ...) NBI_PR
  * is NULL). */
 nb_status nbi_fail_prefix(nb_error *err, nb_status status, const char *fmt, ...) NBI_PRINTF(3, 4);
 
+/* The static analyzer does not see into status.c: tell it that a failure is not NB_OK. */
+#ifdef __clang_analyzer__
+#define nbi_fail(err, status, ...)        (nbi_fail(err, status, __VA_ARGS__), (status))
+#define nbi_fail_prefix(err, status, ...) (nbi_fail_prefix(err, status, __VA_ARGS__), (status))
+#endif
+
 #define NB_TRY(expr)                                \
     do {                                            \
         nb_status nb_try_st_ = (expr);              \
