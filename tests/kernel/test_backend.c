@@ -90,6 +90,10 @@ static void test_reserve(void **state)
     nb_error err;
     assert_int_equal(cpu->base.ops->reserve(&cpu->base, &l, &err), NB_OK);
     assert_true(cpu->attention_bytes >= before && cpu->attention_bytes < (size_t)100 << 20);
+    nbi_limits wide = l;
+    wide.kv_lora = 1000;
+    assert_int_equal(cpu->base.ops->reserve(&cpu->base, &wide, &err), NB_UNSUPPORTED);
+    assert_non_null(strstr(err.text, "1064"));
     nbi_heap_fail_after(0);
     const nb_status st = cpu->base.ops->reserve(&cpu->base, &l, &err);
     nbi_heap_fail_after(-1);

@@ -72,9 +72,26 @@ static size_t cpu_workspace_bytes(const nbi_backend *b, const nbi_limits *limits
     return nbi_cpu_linear_scratch(cpu, limits) + nbi_cpu_attention_workspace(cpu, limits);
 }
 
+/* Widths that attention kernels keep on the stack. */
+static nb_status check_limits(const nbi_limits *l, nb_error *err)
+{
+    if (l->kv_lora + l->rope_dim > NBI_CPU_WIDTH_MAX)
+        return nbi_fail(err, NB_UNSUPPORTED,
+                        "cpu backend: kv_lora_rank + qk_rope_head_dim is %u, at most %u works",
+                        l->kv_lora + l->rope_dim, NBI_CPU_WIDTH_MAX);
+    if (l->head_dim > NBI_CPU_WIDTH_MAX)
+        return nbi_fail(err, NB_UNSUPPORTED, "cpu backend: head_dim is %u, at most %u works",
+                        l->head_dim, NBI_CPU_WIDTH_MAX);
+    if (l->index_dim > NBI_CPU_WIDTH_MAX)
+        return nbi_fail(err, NB_UNSUPPORTED, "cpu backend: index_head_dim is %u, at most %u works",
+                        l->index_dim, NBI_CPU_WIDTH_MAX);
+    return NB_OK;
+}
+
 static nb_status cpu_reserve(nbi_backend *b, const nbi_limits *limits, nb_error *err)
 {
     nbi_cpu *cpu = nbi_cpu_of(b);
+    NB_TRY(check_limits(limits, err));
     const size_t linear = nbi_cpu_linear_scratch(cpu, limits);
     const size_t attention = nbi_cpu_attention_workspace(cpu, limits);
     cpu_release_scratch(cpu);

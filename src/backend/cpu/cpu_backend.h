@@ -40,6 +40,9 @@ void nbi_cpu_swiglu(nbi_backend *b, const nbi_swiglu_args *a);
 void nbi_cpu_gather(nbi_backend *b, const nbi_gather_args *a);
 void nbi_cpu_add(nbi_backend *b, const nbi_add_args *a);
 
+/* Widest latent + rope row, GQA head and indexer key; `reserve` refuses more with NB_UNSUPPORTED. */
+#define NBI_CPU_WIDTH_MAX 1024u
+
 /* ---- attention: mla.c, gqa.c, indexer.c */
 void nbi_cpu_mla_append(nbi_backend *b, const nbi_mla_append_args *a);
 void nbi_cpu_mla_attend(nbi_backend *b, const nbi_mla_attend_args *a);

@@ -56,15 +56,23 @@ typedef struct nbi_cpu_kernels {
     void (*swiglu)(float *out, const float *gate, const float *up, uint32_t n);
 } nbi_cpu_kernels;
 
+#define NBI_CPU_GROUP_MAX 64u /* max_group of the SIMD tables */
+
 extern const nbi_cpu_kernels nbi_cpu_kernels_reference;
+#if defined(__x86_64__)
+extern const nbi_cpu_kernels nbi_cpu_kernels_avx2;
+extern const nbi_cpu_kernels nbi_cpu_kernels_avx512;
+#endif
 
 static inline const nbi_cpu_kernels *nbi_cpu_kernels_of(nbi_cpu_level level)
 {
+#if defined(__x86_64__)
+    if (level >= NBI_CPU_AVX512) return &nbi_cpu_kernels_avx512;
+    if (level >= NBI_CPU_AVX2) return &nbi_cpu_kernels_avx2;
+#endif
     (void)level;
     return &nbi_cpu_kernels_reference;
 }
-
-#define NBI_CPU_ROPE_MAX 512u /* rotated values of a shared key, kept on the stack */
 
 /* ---- small pieces shared by the append operators */
 

@@ -9,8 +9,6 @@
 extern "C" {
 #endif
 
-#define NBI_CPU_INDEX_DIM_MAX 512u /* an indexer key on the stack */
-
 size_t nbi_cpu_mla_fixed(uint32_t threads, const nbi_limits *l);
 size_t nbi_cpu_mla_row(uint32_t n_positions, const nbi_limits *l);
 size_t nbi_cpu_gqa_fixed(uint32_t threads, const nbi_limits *l);

@@ -18,7 +18,7 @@ static void append_task(void *arg, uint32_t begin, uint32_t end, uint32_t thread
     const nbi_batch *b = a->batch;
     const uint32_t n = a->index_dim;
     const size_t elem = nbi_dtype_bits(a->cache->dtype) / 8;
-    float key[NBI_CPU_INDEX_DIM_MAX];
+    float key[NBI_CPU_WIDTH_MAX];
     for (uint32_t t = begin; t < end; t++) {
         const float *k = (const float *)a->k + (size_t)t * n;
         double sum = 0, squares = 0;
@@ -39,7 +39,7 @@ static void append_task(void *arg, uint32_t begin, uint32_t end, uint32_t thread
 
 void nbi_cpu_index_append(nbi_backend *b, const nbi_index_append_args *a)
 {
-    NB_ASSERT(a->rope->dim <= a->index_dim && a->index_dim <= NBI_CPU_INDEX_DIM_MAX);
+    NB_ASSERT(a->rope->dim <= a->index_dim && a->index_dim <= NBI_CPU_WIDTH_MAX);
     nbi_index_append_args args = *a;
     nbi_pool_run(nbi_cpu_of(b)->pool, append_task, &args, a->batch->n_rows, 4);
 }

@@ -39,7 +39,7 @@ static void append_task(void *arg, uint32_t begin, uint32_t end, uint32_t thread
             for (uint32_t i = 0; i < n; i++) strip[i] = kv[i0 + i] * r * a->kv_norm[i0 + i];
             nbi_cpu_store(dst + i0 * elem, a->cache->dtype, strip, n);
         }
-        float key[NBI_CPU_ROPE_MAX];
+        float key[NBI_CPU_WIDTH_MAX];
         memcpy(key, kv + a->kv_lora, a->rope_dim * sizeof *key);
         nbi_cpu_rotate(key, a->rope, t);
         nbi_cpu_store(dst + a->kv_lora * elem, a->cache->dtype, key, a->rope_dim);
@@ -48,7 +48,7 @@ static void append_task(void *arg, uint32_t begin, uint32_t end, uint32_t thread
 
 void nbi_cpu_mla_append(nbi_backend *b, const nbi_mla_append_args *a)
 {
-    NB_ASSERT(a->rope->dim == a->rope_dim && a->rope_dim <= NBI_CPU_ROPE_MAX);
+    NB_ASSERT(a->rope->dim == a->rope_dim && a->rope_dim <= NBI_CPU_WIDTH_MAX);
     nbi_mla_append_args args = *a;
     nbi_pool_run(nbi_cpu_of(b)->pool, append_task, &args, a->batch->n_rows, 4);
 }
