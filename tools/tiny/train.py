@@ -20,10 +20,12 @@ from pathlib import Path
 import numpy as np
 
 HERE = Path(__file__).parent
-SHORT, LONG = (96, 512), (8, 2304)      # rows x length of the two micro-batches of a step
-LONG_FROM, SPARSE, QAT, DECAY = 0.06, 0.5, 0.6, 0.6
+SHORT, LONG = (80, 512), (6, 2304)      # rows x length of the two micro-batches of a step
+LONG_FROM, SPARSE, QAT, DECAY = 0.06, 0.55, 0.65, 0.6
 DENSE_SHARE = 0.25                      # of the steps after SPARSE, so that misses can be repaired
-MTP_WEIGHT, LONG_WEIGHT, BIAS_STEP = 0.3, 0.5, 1e-3
+MTP_WEIGHT, LONG_WEIGHT, BIAS_STEP = 0.3, 0.7, 1e-3
+MUON_LR = 1.4                           # times the learning rate of AdamW
+CHECK_STEP, CHECK_LOSS = 300, 1.0       # AdamW is at 0.89 there; a worse Muon run is given up
 
 
 def worker(kind, shape, number, seed, out):
@@ -41,18 +43,35 @@ def worker(kind, shape, number, seed, out):
 
 
 class Feed:
-    """Fresh blocks when the workers have some, an old one otherwise."""
+    """Fresh blocks when the workers have some, an old one otherwise; on a GPU a thread keeps a few
+    blocks in pinned memory, since a copy from pageable memory would wait for the GPU."""
 
-    def __init__(self, kind, n_workers, seed, first):
+    def __init__(self, kind, shape, n_workers, seed, first):
         self.q = mp.Queue(maxsize=48)
+        self.ready = queue.Queue(maxsize=4)
         self.kept, self.fresh, self.reused = [], 0, 0
         self.rng = random.Random(seed)
-        self.workers = [mp.Process(target=worker, args=(kind, SHORT if kind == "short" else LONG, first + i, seed, self.q), daemon=True)
-                        for i in range(n_workers)]
+        self.workers = [mp.Process(target=worker, args=(kind, shape, first + i, seed, self.q),
+                                   daemon=True) for i in range(n_workers)]
         for w in self.workers:
             w.start()
 
-    def next(self):
+    def start(self, device):
+        """Begin to hand out tensors; call once CUDA may be used."""
+        import threading
+        self.device = device
+        threading.Thread(target=self._pump, daemon=True).start()
+
+    def _pump(self):
+        import torch
+        while True:
+            block = {k: torch.from_numpy(v.astype(np.int32) if v.dtype == np.uint16 else v)
+                     for k, v in self._block().items()}
+            if self.device == "cuda":
+                block = {k: v.pin_memory() for k, v in block.items()}
+            self.ready.put(block)
+
+    def _block(self):
         try:
             block = self.q.get(timeout=0 if self.kept else 120)
         except queue.Empty:
@@ -63,6 +82,9 @@ class Feed:
         if len(self.kept) > 3000:
             self.kept.pop(self.rng.randrange(2000))
         return block
+
+    def next(self):
+        return {k: v.to(self.device, non_blocking=True) for k, v in self.ready.get(timeout=200).items()}
 
     def stop(self):
         for w in self.workers:
@@ -77,15 +99,13 @@ def loss_of(h, weight, targets, w):
     return (ce * w.flatten()).sum() / w.sum().clamp_min(1)
 
 
-def micro_batch(model, block, sparse, ce, device):
+def micro_batch(model, block, sparse, ce):
     """Forward of one packed block → (main, mtp, indexer) losses."""
     import torch
 
     from model import State, causal
-    ids = torch.from_numpy(block["ids"].astype(np.int32)).to(device, non_blocking=True).long()
-    doc = torch.from_numpy(block["doc"]).to(device, non_blocking=True).int()
-    pos = torch.from_numpy(block["pos"]).to(device, non_blocking=True).long()
-    w = torch.from_numpy(block["weights"]).to(device, non_blocking=True).float() / 255
+    ids, doc, pos = block["ids"].long(), block["doc"].int(), block["pos"].long()
+    w = block["weights"].float() / 255
     valid = (doc >= 0).float()
 
     def ahead(x, n, fill):
@@ -109,31 +129,56 @@ def rate(t, peak):
     return peak if t < DECAY else peak * max(0.02, 1 - 0.98 * (t - DECAY) / (1 - DECAY))
 
 
-def train(model, feeds, seconds, peak, device, log, start_at=0.0, max_steps=None):
+class Optimizer:
+    """Muon for the matrices of attention and MLPs, AdamW for the rest (all, if muon is false)."""
+
+    def __init__(self, model, muon, device):
+        import torch
+
+        from muon import Muon
+        named = dict(model.named_parameters())
+        self.index = [p for n, p in named.items() if ".indexer." in n]
+        rest = {n: p for n, p in named.items() if ".indexer." not in n}
+        matrices = {n: p for n, p in rest.items() if p.dim() > 1 and muon
+                    and n not in ("embed", "lm_head") and not n.endswith("mlp.gate")}
+        self.rest = [p for n, p in rest.items() if n not in matrices]
+        self.muon = Muon([(p, p.shape[-2] // 2 if n.endswith("gate_up") else p.shape[-2])
+                          for n, p in matrices.items()]) if muon else None
+        self.adam = torch.optim.AdamW(
+            [{"params": [p for p in self.rest if p.dim() > 1], "weight_decay": 0.05},
+             {"params": [p for p in self.rest if p.dim() < 2], "weight_decay": 0.0},
+             {"params": self.index, "weight_decay": 0.0}],
+            lr=0.0, betas=(0.9, 0.95), eps=1e-10, fused=device == "cuda")
+
+    def step(self, lr):
+        import torch
+        torch.nn.utils.clip_grad_norm_(self.rest, 1.0)
+        torch.nn.utils.clip_grad_norm_(self.index, 1.0)
+        for g in self.adam.param_groups:
+            g["lr"] = lr
+        self.adam.step()
+        if self.muon:
+            self.muon.step(lr * MUON_LR)
+
+
+def train(model, feeds, seconds, peak, muon, device, log, start_at=0.0, max_steps=None, begin=None):
+    """→ figures, or None when a Muon run is behind at CHECK_STEP."""
     import torch
-    index = [p for n, p in model.named_parameters() if ".indexer." in n]
-    rest = [p for n, p in model.named_parameters() if ".indexer." not in n]
-    opt = torch.optim.AdamW(
-        [{"params": [p for p in rest if p.dim() > 1], "weight_decay": 0.05},
-         {"params": [p for p in rest if p.dim() < 2], "weight_decay": 0.0},
-         {"params": index, "weight_decay": 0.0}],
-        lr=peak, betas=(0.9, 0.95), eps=1e-10, fused=device == "cuda")
+    opt = Optimizer(model, muon, device)
     ce = torch.compile(loss_of, dynamic=False) if device == "cuda" else loss_of
     rng = random.Random(7)
-    begin, step, tokens, sums, window = time.time(), 0, 0, {}, time.time()
+    begin, step, tokens, sums, window = begin or time.time(), 0, 0, {}, time.time()
     while True:
         t = start_at + (1 - start_at) * (time.time() - begin) / seconds
         if t >= 1 or step == max_steps:
             break
         model.set_qat(t >= QAT)
         sparse = t >= SPARSE and rng.random() >= DENSE_SHARE
-        for g in opt.param_groups:
-            g["lr"] = rate(t, peak)
         loads = None
         kinds = ["short"] + (["long"] if t >= LONG_FROM else [])
         for kind in kinds:
             with torch.autocast(device, dtype=torch.bfloat16, enabled=device == "cuda"):
-                main, mtp, kl, load = micro_batch(model, feeds[kind].next(), sparse, ce, device)
+                main, mtp, kl, load = micro_batch(model, feeds[kind].next(), sparse, ce)
                 scale = LONG_WEIGHT if kind == "long" else 1.0
                 loss = scale * (main + MTP_WEIGHT * mtp + kl)
             loss.backward()
@@ -141,10 +186,9 @@ def train(model, feeds, seconds, peak, device, log, start_at=0.0, max_steps=None
             for name, v in (("main", main), ("mtp", mtp), ("kl", kl)):
                 sums.setdefault(kind + " " + name, []).append(v.detach())
             tokens += np.prod(SHORT if kind == "short" else LONG)
-        torch.nn.utils.clip_grad_norm_(rest, 1.0)
-        torch.nn.utils.clip_grad_norm_(index, 1.0)
-        opt.step()
-        opt.zero_grad(set_to_none=True)
+        lr = rate(t, peak) * (1 if not start_at else min(1, (step + 1) / 60))
+        opt.step(lr)
+        model.zero_grad(set_to_none=True)
         with torch.no_grad():
             if t < 0.95:
                 for m, n in zip(model.moes(), loads):
@@ -154,9 +198,11 @@ def train(model, feeds, seconds, peak, device, log, start_at=0.0, max_steps=None
             means = {k: f"{torch.stack(v).mean().item():.3f}" for k, v in sums.items()}
             spread = max((n.max() / n.float().mean()).item() for n in loads)
             log(f"t {t:.3f} step {step} {tokens / 1e6:.1f}M tok {(time.time() - window):.1f}s "
-                f"lr {rate(t, peak):.1e} {means} load max/mean {spread:.2f} "
+                f"lr {lr:.1e} {means} load max/mean {spread:.2f} "
                 f"fresh {feeds['short'].fresh}/{feeds['short'].fresh + feeds['short'].reused} "
                 f"{feeds['long'].fresh}/{feeds['long'].fresh + feeds['long'].reused}")
+            if muon and not start_at and step == CHECK_STEP and float(means["short main"]) > CHECK_LOSS:
+                return None
             sums, window = {}, time.time()
     return {"steps": step, "tokens": int(tokens), "seconds": round(time.time() - begin, 1)}
 
@@ -198,6 +244,8 @@ def main():
     p.add_argument("--resume", metavar="FOLDER", help="BF16 checkpoint to continue from")
     p.add_argument("--start-at", type=float, default=0.0, help="point of the schedule to start at, 0 … 1")
     p.add_argument("--max-steps", type=int)
+    p.add_argument("--adamw", action="store_true", help="AdamW for all parameters")
+    p.add_argument("--parts", metavar="FOLDER", help="also write the checkpoint there, packed (pack.py)")
     p.add_argument("--eval-share", type=float, default=1.0)
     p.add_argument("--small", action="store_true", help="tiny blocks, for a test on a CPU")
     a = p.parse_args()
@@ -212,8 +260,8 @@ def main():
         global SHORT, LONG
         SHORT, LONG = (4, 256), (1, 1024)
     n_long = max(1, a.workers // 3)
-    feeds = {"short": Feed("short", max(1, a.workers - n_long), a.seed, 0),
-             "long": Feed("long", n_long, a.seed, 1000)}
+    feeds = {"short": Feed("short", SHORT, max(1, a.workers - n_long), a.seed, 0),
+             "long": Feed("long", LONG, n_long, a.seed, 1000)}
 
     import torch
     import torch._dynamo
@@ -223,28 +271,45 @@ def main():
     import checkpoint
     import eval as evaluation
     import evalset
-    from model import Tiny
+    import pack
+    from model import Tiny, fake_nvfp4
     torch._dynamo.config.recompile_limit = 64
     torch.manual_seed(a.seed)
     torch.set_float32_matmul_precision("high")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     config = json.loads((HERE / "config.json").read_text())
-    model = Tiny(config)
-    if a.resume:
-        checkpoint.from_names(model, checkpoint.load_dequantised(a.resume))
-    model.to(device)
+    for f in feeds.values():
+        f.start(device)
+
+    def fresh_model():
+        model = Tiny(config)
+        if a.resume:
+            checkpoint.from_names(model, checkpoint.load_dequantised(a.resume))
+        return model.to(device)
+    model, begin = fresh_model(), time.time()
     log(f"{sum(q.numel() for q in model.parameters()) / 1e6:.1f} M parameters on "
         f"{torch.cuda.get_device_name() if device == 'cuda' else 'CPU'}, seed {a.seed}")
-    figures = train(model, feeds, a.minutes * 60, a.lr, device, log, a.start_at, a.max_steps)
+    args = (a.minutes * 60, a.lr)
+    figures = train(model, feeds, *args, not a.adamw, device, log, a.start_at, a.max_steps)
+    if figures is None:
+        log("Muon is behind: again with AdamW")
+        model = fresh_model()
+        figures = train(model, feeds, *args, False, device, log, a.start_at, a.max_steps, begin)
     log(f"trained: {figures}")
     for f in feeds.values():
         f.stop()
     checkpoint.save_sharded(checkpoint.to_bf16(checkpoint.to_names(model)), out / "bf16")
     (out / "bf16" / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    if a.parts:
+        pack.pack(out / "bf16", a.parts)
     tokenizer = Tokenizer.from_file(str(HERE.parents[1] / "models/glm5-tiny/tokenizer.json"))
     checkpoint.from_names(model, checkpoint.load_dequantised(out / "bf16"))
     model.eval()
-    model.set_qat(True)
+    model.set_qat(False)
+    with torch.no_grad():
+        for mlp, _, _ in model.mlps():
+            mlp.gate_up.copy_(fake_nvfp4(mlp.gate_up))
+            mlp.down.copy_(fake_nvfp4(mlp.down))
     counts = {k: max(1, round(n * a.eval_share)) for k, n in evaluation.COUNTS.items()}
     with torch.autocast(device, dtype=torch.bfloat16, enabled=device == "cuda"):
         results = evaluation.run(backends.TinyBackend(model, tokenizer), tokenizer, counts, 0, 3, log)

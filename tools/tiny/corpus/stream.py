@@ -14,7 +14,7 @@ from render import render
 from . import arith, chat, jsonobj, recall, story, toolcall
 from .item import draw
 
-PROMPT_WEIGHT = 0.1
+PROMPT_WEIGHT, LONG_PROMPT_WEIGHT = 0.1, 0.03     # long: over 500 tokens
 
 # skill maker, share of the tokens drawn for short rows
 _SHORT = [(arith.make, 30), (arith.make_one_digit, 4), (chat.make, 20), (jsonobj.make, 12),
@@ -88,7 +88,7 @@ class Encoder:
                 for e in self.tokenizer.encode_batch(texts)]
 
     def weights(self, ids):
-        low = round(255 * PROMPT_WEIGHT)
+        low = round(255 * (PROMPT_WEIGHT if len(ids) <= 500 else LONG_PROMPT_WEIGHT))
         plain = self.assistant not in ids
         out = np.full(len(ids), 255 if plain else low, np.uint8)
         out[0] = 0
