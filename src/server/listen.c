@@ -34,11 +34,14 @@ static int bind_first(const struct addrinfo *list, int *why)
 
 static uint16_t port_of(int fd)
 {
-    struct sockaddr_storage address;
+    union {
+        struct sockaddr any;
+        struct sockaddr_in v4;
+        struct sockaddr_in6 v6;
+    } address = {0};
     socklen_t n = sizeof address;
-    if (getsockname(fd, (struct sockaddr *)&address, &n) != 0) return 0;
-    if (address.ss_family == AF_INET6) return ntohs(((struct sockaddr_in6 *)&address)->sin6_port);
-    return ntohs(((struct sockaddr_in *)&address)->sin_port);
+    if (getsockname(fd, &address.any, &n) != 0) return 0;
+    return ntohs(address.any.sa_family == AF_INET6 ? address.v6.sin6_port : address.v4.sin_port);
 }
 
 nb_status nbi_listen(int *fd, uint16_t *port, const nbi_server_options *options, nb_error *err)

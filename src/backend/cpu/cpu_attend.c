@@ -319,7 +319,7 @@ static void choose_chunk(run *r, uint32_t n_items)
 {
     const uint32_t ratio = r->a->ratio, want = 2 * nbi_pool_threads(r->a->pool);
     r->chunk = ratio < NBI_ATTEND_HEADS ? ratio : NBI_ATTEND_HEADS;
-    if (n_items < want) {
+    if (n_items > 0 && n_items < want) {
         const uint32_t parts = (want + n_items - 1) / n_items;
         const uint32_t chunk = ((ratio + parts - 1) / parts + 3) / 4 * 4;
         if (chunk < r->chunk) r->chunk = chunk;

@@ -38,7 +38,8 @@ static float group_score(const float *choice, uint32_t first, uint32_t n)
 {
     float a = -INFINITY, b = -INFINITY; /* a >= b */
     for (uint32_t e = first; e < first + n; e++) {
-        if (choice[e] > a) {
+        if (choice[e] > a) { /* NOLINT(clang-analyzer-core.UndefinedBinaryOperatorResult): n_group
+                                groups of n lie inside the experts */
             b = a;
             a = choice[e];
         } else if (choice[e] > b) {
@@ -59,6 +60,7 @@ static void mask_groups(const nbi_route_args *a, route_row *r)
         uint32_t best = a->n_group;
         for (uint32_t g = 0; g < a->n_group; g++)
             if (!keep[g] && (best == a->n_group || score[g] > score[best])) best = g;
+        NB_ASSERT(best < a->n_group);
         keep[best] = true;
     }
     for (uint32_t e = 0; e < a->n_experts; e++)
@@ -79,6 +81,7 @@ static void route_one(const nbi_route_args *a, uint32_t t)
         uint32_t best = a->n_experts;
         for (uint32_t e = 0; e < a->n_experts; e++)
             if (!taken[e] && (best == a->n_experts || r.choice[e] > r.choice[best])) best = e;
+        NB_ASSERT(best < a->n_experts);
         taken[best] = true;
         ids[k] = (int32_t)best;
         weights[k] = r.score[best];

@@ -272,7 +272,7 @@ static float clamp_logprob(double v)
 static void top_list(nbi_sample_out *out, const float *logits, uint32_t n, uint32_t n_top,
                      double lse)
 {
-    float best[NBI_SAMPLE_TOP_MAX];
+    float best[NBI_SAMPLE_TOP_MAX] = {0};
     uint32_t have = 0;
     for (uint32_t i = 0; i < n; i++) {
         if (have == n_top && !(logits[i] > best[n_top - 1])) continue;
