@@ -84,7 +84,7 @@ CASES = [
           "no indexer_types in the file: schedule from freq/offset",
           "head_dim 192 is not the rope width", "rope theta 8e6",
           "correction biases near 7 that need float32 (7.0 in BF16)"],
-         router_bias=(7.0, 0.1)),
+         router_bias=(7.0, 0.1), branch=0.25),
     case("glm52-types-f32", c.glm52(
             num_hidden_layers=4, indexer_types=["full", "full", "shared", "full"],
             index_topk=64, dtype="float32", hidden_size=32, n_routed_experts=4, vocab_size=96,
@@ -190,7 +190,7 @@ CASES = [
          quant_config=modelopt_cfg(["lm_head", "*kv_b_proj"])),
     case("lite-halfsplit-f16", c.glm4_moe_lite(
             rope_interleave=False, num_nextn_predict_layers=0, dtype="float16",
-            num_hidden_layers=2, n_group=2, topk_group=1), F16,
+            num_hidden_layers=2, n_group=2, topk_group=1, n_routed_experts=8), F16,
          ["rope_interleave false: half-split pairs in MLA", "F16 weights",
           "two groups of experts, one kept"]),
     # ---- glm4_moe ---------------------------------------------------------------------------

@@ -79,7 +79,7 @@ def attempt(case, cfg, seed, tmp):
     """One seed -> everything to record, or the reason why this seed will not do."""
     opt = {"router_bias": case.get("router_bias", (0.0, 0.15)),
            "unequal_gate_up": case.get("unequal"), "mtp_own_head": case.get("mtp_own_head"),
-           "small_latents": case.get("small_latents")}
+           "small_latents": case.get("small_latents"), "branch": case.get("branch")}
     tensors = weights.make_tensors(case["config"], opt, seed)
     stored, plain, nvfp4 = store.quantise(
         tensors, case["plan"], case.get("convention", "modelopt"), bool(case.get("unequal")),

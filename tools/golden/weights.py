@@ -15,7 +15,8 @@ DSA = ("glm_moe_dsa", "deepseek_v32")
 class Maker:
     """Draws named tensors from one seeded generator, in a fixed order."""
 
-    def __init__(self, seed):
+    def __init__(self, seed, branch):
+        self.branch = branch   # gain of the matrices that write into the residual stream
         self.rng = np.random.default_rng(seed)
         self.tensors = {}
 
@@ -73,7 +74,7 @@ def _mla(m, cfg, p, layer, opt):
     m.tensors[p + "kv_a_proj_with_mqa.weight"][:kv_lora] *= latent
     m.norm(p + "kv_a_layernorm", kv_lora)
     m.linear(p + "kv_b_proj", heads * (nope + v), kv_lora, 1.3)
-    m.linear(p + "o_proj", hidden, heads * v, BRANCH)
+    m.linear(p + "o_proj", hidden, heads * v, m.branch)
     if cfg.get("attention_bias"):
         if q_lora is not None:
             m.vector(p + "q_a_proj.bias", q_lora, 0, 0.3)
@@ -94,7 +95,7 @@ def _gqa(m, cfg, p):
     bias = cfg.get("attention_bias")
     for name, rows, cols in (("q_proj", q, hidden), ("k_proj", kv, hidden),
                              ("v_proj", kv, hidden), ("o_proj", hidden, q)):
-        m.linear(p + name, rows, cols, BRANCH if name == "o_proj" else 1.4)
+        m.linear(p + name, rows, cols, m.branch if name == "o_proj" else 1.4)
         # glm4_moe has biases on q, k and v only; qwen3_moe puts one on o as well.
         if bias and not (name == "o_proj" and cfg["model_type"] == "glm4_moe"):
             m.vector(p + name + ".bias", rows, 0, 0.4)
@@ -106,7 +107,7 @@ def _gqa(m, cfg, p):
 def _mlp(m, p, hidden, inner, up_gain=1.2):
     m.linear(p + "gate_proj", inner, hidden, 1.5)
     m.linear(p + "up_proj", inner, hidden, up_gain)
-    m.linear(p + "down_proj", hidden, inner, BRANCH)
+    m.linear(p + "down_proj", hidden, inner, m.branch)
 
 
 def _moe(m, cfg, p, opt):
@@ -126,7 +127,7 @@ def _moe(m, cfg, p, opt):
 
 def make_tensors(cfg, opt, seed):
     """All tensors of the checkpoint, float32, unquantised, keyed by published name."""
-    m = Maker(seed)
+    m = Maker(seed, opt.get("branch") or BRANCH)
     hidden, vocab = cfg["hidden_size"], cfg["vocab_size"]
     m.tensors["model.embed_tokens.weight"] = m.rng.standard_normal((vocab, hidden)).astype("f4")
     n_mtp = cfg.get("num_nextn_predict_layers") or 0
