@@ -139,7 +139,7 @@ uint64_t nbi_model_token_bytes(const nbi_model *m, uint32_t batch, uint32_t cont
 {
     const nbi_config *c = &m->config;
     double bytes =
-        (double)m->non_expert_bytes + (double)batch * nbi_matrix_row_bytes(&m->embed->host);
+        (double)m->non_expert_bytes + (double)batch * (double)nbi_matrix_row_bytes(&m->embed->host);
     if (c->n_experts) {
         double distinct = c->n_experts * (1.0 - pow(1.0 - (double)c->top_k / c->n_experts, batch));
         bytes += distinct * (double)m->expert_bytes_per_layer_sum;
