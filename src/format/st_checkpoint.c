@@ -10,13 +10,12 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "base/json.h"
 #include "base/log.h"
+#include "format/st_index.h"
 
-#define INDEX_NAME      "model.safetensors.index.json"
-#define INDEX_BYTES_MAX ((size_t)256 << 20)
-#define FILES_MAX       65536u
-#define LISTED_MAX      4 /* file names an error repeats before "and N more" */
+#define INDEX_NAME "model.safetensors.index.json"
+#define FILES_MAX  65536u
+#define LISTED_MAX 4 /* file names an error repeats before "and N more" */
 
 typedef struct st_file {
     char *name;
@@ -115,40 +114,25 @@ static void name_some(nbi_buf *buf, const st_file *files, size_t n, bool which)
 
 /* ---- with an index */
 
-/* Adds the file of one weight_map entry unless `seen` has it. */
-static nb_status indexed_file(st_file **files, size_t *n, size_t *cap, json_t *seen,
-                              const char *name, const char *file, const char *index, nb_error *err)
+static int name_and_name(const void *a, const void *b)
 {
-    if (!file)
-        return nbi_fail(err, NB_CORRUPT, "%s: weight_map[\"%.120s\"] is not a file name", index,
-                        name);
-    if (json_object_get(seen, file)) return NB_OK;
-    if (!ends_with(file, ".safetensors") || strchr(file, '/') || file[0] == '.')
-        return nbi_fail(err, NB_CORRUPT,
-                        "%s: weight_map[\"%.120s\"] is \"%.80s\", expected a safetensors file in "
-                        "the same folder",
-                        index, name, file);
-    if (json_object_set_new(seen, file, json_true()))
-        return nbi_fail(err, NB_NO_MEMORY, "out of memory for a file name");
-    return add_file(files, n, cap, file, err);
+    return strcmp(*(const char *const *)a, *(const char *const *)b);
 }
 
-/* The distinct files of weight_map, by name. */
-static nb_status indexed_files(st_file **files, size_t *n, json_t *map, const char *index,
-                               nb_error *err)
+/* The distinct files of the index, by name. */
+static nb_status indexed_files(st_file **files, size_t *n, const nbi_st_index *index, nb_error *err)
 {
-    const char *name;
-    json_t *value, *seen = json_object();
-    size_t cap = 0;
-    nb_status st = seen ? NB_OK : nbi_fail(err, NB_NO_MEMORY, "out of memory for file names");
-    json_object_foreach(map, name, value)
-    {
-        if (st == NB_OK)
-            st = indexed_file(files, n, &cap, seen, name, json_string_value(value), index, err);
-    }
-    json_decref(seen);
-    if (st == NB_OK && !*n) st = nbi_fail(err, NB_CORRUPT, "%s: weight_map is empty", index);
-    if (st == NB_OK) qsort(*files, *n, sizeof **files, by_name);
+    size_t n_names = 0, cap = 0;
+    const char **names = nbi_malloc(index->n * sizeof *names); /* one per run of entries */
+    if (!names) return nbi_fail(err, NB_NO_MEMORY, "out of memory for file names");
+    for (size_t i = 0; i < index->n; i++)
+        if (!i || index->entries[i].file != index->entries[i - 1].file)
+            names[n_names++] = index->entries[i].file;
+    qsort(names, n_names, sizeof *names, name_and_name);
+    nb_status st = NB_OK;
+    for (size_t i = 0; i < n_names && st == NB_OK; i++)
+        if (!i || strcmp(names[i], names[i - 1])) st = add_file(files, n, &cap, names[i], err);
+    nbi_free(names);
     return st;
 }
 
@@ -194,27 +178,40 @@ static nb_status compare_with_folder(st_file *listed, size_t n_listed, st_file *
     return st;
 }
 
-/* The index against the tensors, after all files are read. */
-static nb_status check_index(const nbi_checkpoint *c, json_t *map, const char *index, nb_error *err)
+static nbi_st_tensor *lookup(const nbi_checkpoint *c, const char *name)
 {
-    const char *name;
-    json_t *value;
-    json_object_foreach(map, name, value)
-    {
-        const nbi_st_tensor *t = nbi_checkpoint_peek(c, name);
-        const char *file = json_string_value(value);
+    size_t at = nbi_st_hash(name, strlen(name)) & c->mask;
+    for (; c->slots[at]; at = (at + 1) & c->mask) {
+        nbi_st_tensor *t = &c->tensors[c->slots[at] - 1];
+        if (!strcmp(t->name, name)) return t;
+    }
+    return NULL;
+}
+
+/* The index against the tensors, after all files are read. `used` marks the listed ones meanwhile.
+ */
+static nb_status check_index(nbi_checkpoint *c, const nbi_st_index *index, const char *path,
+                             nb_error *err)
+{
+    for (size_t i = 0; i < index->n; i++) {
+        const nbi_st_entry *e = &index->entries[i];
+        nbi_st_tensor *t = lookup(c, e->tensor);
         if (!t)
             return nbi_fail(err, NB_CORRUPT, "%s: tensor %.120s is listed in %s but is not there",
-                            index, name, file);
-        if (strcmp(file, c->files[t->file].name))
-            return nbi_fail(err, NB_CORRUPT, "%s: tensor %.120s is listed in %s but is in %s",
-                            index, name, file, c->files[t->file].name);
+                            path, e->tensor, e->file);
+        if (strcmp(e->file, c->files[t->file].name))
+            return nbi_fail(err, NB_CORRUPT, "%s: tensor %.120s is listed in %s but is in %s", path,
+                            e->tensor, e->file, c->files[t->file].name);
+        if (t->used)
+            return nbi_fail(err, NB_CORRUPT, "%s: tensor %.120s is listed twice", path, e->tensor);
+        t->used = true;
     }
-    if (json_object_size(map) == c->n) return NB_OK;
-    for (size_t i = 0; i < c->n; i++)
-        if (!json_object_get(map, c->tensors[i].name))
-            return nbi_fail(err, NB_CORRUPT, "%s: tensor %.120s of %s is not listed", index,
+    for (size_t i = 0; i < c->n; i++) {
+        if (!c->tensors[i].used)
+            return nbi_fail(err, NB_CORRUPT, "%s: tensor %.120s of %s is not listed", path,
                             c->tensors[i].name, c->files[c->tensors[i].file].name);
+        c->tensors[i].used = false;
+    }
     return NB_OK;
 }
 
@@ -274,21 +271,17 @@ static nb_status build_table(nbi_checkpoint *c, nb_error *err)
     return NB_OK;
 }
 
-static nb_status open_indexed(nbi_checkpoint *c, const char *index, st_file *found, size_t n_found,
+static nb_status open_indexed(nbi_checkpoint *c, const char *path, st_file *found, size_t n_found,
                               nb_error *err)
 {
-    json_t *json = NULL;
-    NB_TRY(nbi_json_load(&json, index, INDEX_BYTES_MAX, err));
-    json_t *map = json_object_get(json, "weight_map");
-    nb_status st = NB_OK;
-    if (!json_is_object(map))
-        st = nbi_fail(err, NB_CORRUPT, "%s: weight_map is missing or not an object", index);
-    if (st == NB_OK) st = indexed_files(&c->files, &c->n_files, map, index, err);
+    nbi_st_index index = {0};
+    NB_TRY(nbi_st_index_load(&index, path, err));
+    nb_status st = indexed_files(&c->files, &c->n_files, &index, err);
     if (st == NB_OK) st = compare_with_folder(c->files, c->n_files, found, n_found, c->dir, err);
     if (st == NB_OK) st = read_files(c, err);
     if (st == NB_OK) st = build_table(c, err);
-    if (st == NB_OK) st = check_index(c, map, index, err);
-    json_decref(json);
+    if (st == NB_OK) st = check_index(c, &index, path, err);
+    nbi_st_index_free(&index);
     return st;
 }
 
@@ -391,16 +384,6 @@ const char *nbi_checkpoint_dir(const nbi_checkpoint *checkpoint)
 uint64_t nbi_checkpoint_bytes(const nbi_checkpoint *checkpoint)
 {
     return checkpoint->bytes;
-}
-
-static nbi_st_tensor *lookup(const nbi_checkpoint *c, const char *name)
-{
-    size_t at = nbi_st_hash(name, strlen(name)) & c->mask;
-    for (; c->slots[at]; at = (at + 1) & c->mask) {
-        nbi_st_tensor *t = &c->tensors[c->slots[at] - 1];
-        if (!strcmp(t->name, name)) return t;
-    }
-    return NULL;
 }
 
 const nbi_st_tensor *nbi_checkpoint_find(nbi_checkpoint *checkpoint, const char *name)

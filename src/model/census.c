@@ -31,6 +31,15 @@ static nbi_convention convention_of(const nbi_census *c, const nbi_matrix *m)
                                               : NBI_CONVENTION_MODELOPT;
 }
 
+/* Mixed checkpoints go by what wrote their NVFP4. */
+static int convention_rank(nbi_convention convention)
+{
+    static const int rank[NBI_CONVENTION_COUNT] = {[NBI_CONVENTION_FP8] = 1,
+                                                   [NBI_CONVENTION_MODELOPT] = 2,
+                                                   [NBI_CONVENTION_COMPRESSED_TENSORS] = 3};
+    return rank[convention];
+}
+
 static nb_status take_matrix(taker *t, nbi_matrix *out, const nbi_module *m, nb_error *err)
 {
     nbi_census *c = t->c;
@@ -81,7 +90,8 @@ static nb_status take_linear(taker *t, const nbi_module *m, nb_error *err)
     }
     if (t->verify) NB_TRY(nbi_matrix_check(&w, err));
     nbi_convention convention = convention_of(t->c, &w);
-    if (convention > t->c->convention) t->c->convention = convention;
+    if (convention_rank(convention) > convention_rank(t->c->convention))
+        t->c->convention = convention;
     if (w.kind == NBI_WEIGHT_NVFP4 && w.input_scale == 0) t->c->without_input_scale++;
     add(t->c, m->component, w.kind, (uint64_t)w.rows * w.cols, nbi_matrix_bytes(&w));
     return NB_OK;
