@@ -319,6 +319,7 @@ typedef struct nbi_backend_ops {
 struct nbi_backend {
     const nbi_backend_ops *ops;
     nbi_dtype act_dtype;
+    bool w4a4;               /* NVFP4 activations, as the options asked */
     char description[64];    /* "cpu (amx, 2 threads)" */
 };
 

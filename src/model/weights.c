@@ -314,6 +314,7 @@ static nb_status load_experts(loader *ld, nbi_moe_weights *w, uint32_t layer, bo
                                        .hidden = c->hidden,
                                        .inter = c->moe_intermediate,
                                        .kind_gate_up = part[0]->kind,
+                                       .w4a4 = m->b->w4a4,
                                        .kind_down = part[2]->kind};
     NB_TRY(check_expert_kinds(&w->experts, err));
     if (ld->opt->verify_scales) NB_TRY(check_experts(ld, &w->experts, err));
