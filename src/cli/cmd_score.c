@@ -210,12 +210,17 @@ static void close_all(score *s)
 static void print_result(const score *s)
 {
     double mean = s->n_scored ? s->log_likelihood / (double)s->n_scored : 0;
-    const char *form = s->json ? "{\"tokens\": %zu, \"scored\": %llu, \"log_likelihood\": %.9g, "
-                                 "\"perplexity\": %.9g, \"runner\": \"%s\", \"device\": \"%s\"}\n"
-                               : "tokens %zu, scored %llu\nlog-likelihood %.6f\nperplexity %.6f\n"
-                                 "runner %s, device %s\n";
-    printf(form, s->seqs.n_ids, (unsigned long long)s->n_scored, s->log_likelihood, exp(-mean),
-           nbi_model_runner(s->model), s->backend->description);
+    double perplexity = exp(-mean);
+    unsigned long long scored = s->n_scored;
+    const char *runner = nbi_model_runner(s->model), *device = s->backend->description;
+    if (s->json) {
+        printf("{\"tokens\": %zu, \"scored\": %llu, \"log_likelihood\": %.9g, "
+               "\"perplexity\": %.9g, \"runner\": \"%s\", \"device\": \"%s\"}\n",
+               s->seqs.n_ids, scored, s->log_likelihood, perplexity, runner, device);
+        return;
+    }
+    printf("tokens %zu, scored %llu\nlog-likelihood %.6f\nperplexity %.6f\nrunner %s, device %s\n",
+           s->seqs.n_ids, scored, s->log_likelihood, perplexity, runner, device);
 }
 
 static int check_usage(const score *s)
