@@ -100,6 +100,18 @@ static const char *file_of(const source *s, const nbi_st_tensor *t)
     return nbi_checkpoint_file(s->ckpt, t->file);
 }
 
+/* Names that loading reads sooner or later: not strays, although nobody has read them yet. */
+static bool is_known_suffix(const char *suffix)
+{
+    static const char *const known[] = {
+        ".weight",         ".weight_packed",       ".weight_scale",
+        ".weight_scale_2", ".weight_global_scale", ".weight_scale_inv",
+        ".input_scale",    ".input_global_scale",  ".bias"};
+    for (size_t i = 0; i < sizeof known / sizeof *known; i++)
+        if (!strcmp(suffix, known[i])) return true;
+    return false;
+}
+
 /* "X is missing", with a tensor of the module that nobody reads, when there is one: a misspelt
  * scale is named with the name it should have. */
 static nb_status missing(const source *s, const nbi_st_tensor *beside, const char *suffix)
@@ -109,7 +121,9 @@ static nb_status missing(const source *s, const nbi_st_tensor *beside, const cha
     for (size_t i = nbi_checkpoint_unused(s->ckpt, 0); i < count && !stray;
          i = nbi_checkpoint_unused(s->ckpt, i + 1)) {
         const char *name = nbi_checkpoint_at(s->ckpt, i)->name;
-        if (!strncmp(name, s->base, n) && (name[n] == '.' || name[n] == '_')) stray = name;
+        if (!strncmp(name, s->base, n) && (name[n] == '.' || name[n] == '_') &&
+            !is_known_suffix(name + n))
+            stray = name;
     }
     return nbi_fail(s->err, NB_CORRUPT, "%s: tensor %s is %s, but %s%s is missing%s%s%s",
                     file_of(s, beside), beside->name, nbi_dtype_name(beside->dtype), s->base,
