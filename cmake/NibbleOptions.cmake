@@ -70,6 +70,11 @@ if(CMAKE_C_COMPILER_ID STREQUAL "GNU")
     endif()
 endif()
 
+if(CMAKE_C_COMPILER_ID MATCHES "Clang")
+    # NB_ASSERT(!"sentence") is meant; clang counts floats handed to printf as promotions.
+    list(APPEND nibble_warnings -Wno-string-conversion -Wno-double-promotion)
+endif()
+
 function(nibble_target target)
     target_compile_definitions(${target} PRIVATE _GNU_SOURCE)
     target_compile_options(${target} PRIVATE ${nibble_warnings} -fno-math-errno -fno-trapping-math
