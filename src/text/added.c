@@ -1,4 +1,5 @@
-/* Trie of added tokens (see added.h). Files have tens to a thousand of them, so siblings are a list. */
+/* Trie of added tokens (see added.h). Files have tens to a thousand of them, so siblings are a
+ * list. */
 #include "text/added.h"
 
 #include <string.h>
@@ -68,7 +69,8 @@ int32_t nbi_added_longest(const nbi_added_set *set, const uint8_t *s, size_t n, 
     return token;
 }
 
-int32_t nbi_added_next(const nbi_added_set *set, const char *text, size_t n, size_t from, size_t *start, size_t *length)
+int32_t nbi_added_next(const nbi_added_set *set, const char *text, size_t n, size_t from,
+                       size_t *start, size_t *length)
 {
     const uint8_t *s = (const uint8_t *)text;
     if (set->n == 0) return -1;

@@ -27,8 +27,10 @@ void nbi_added_free(nbi_added_set *set);
 /* The longest token text at s[0..n): its index and length, or -1. */
 int32_t nbi_added_longest(const nbi_added_set *set, const uint8_t *s, size_t n, size_t *length);
 
-/* The leftmost-longest token at or after `from`: index, *start and *length; -1 when there is none. */
-int32_t nbi_added_next(const nbi_added_set *set, const char *text, size_t n, size_t from, size_t *start, size_t *length);
+/* The leftmost-longest token at or after `from`: index, *start and *length; -1 when there is none.
+ */
+int32_t nbi_added_next(const nbi_added_set *set, const char *text, size_t n, size_t from,
+                       size_t *start, size_t *length);
 
 #ifdef __cplusplus
 }

@@ -1,19 +1,20 @@
 /* Byte-pair encoding (see bpe.h).
  *
- * A piece takes the first of these ways that applies: single byte; whole token (always when ignore_merges, else when merging is
- * known to end in that one token, which is found out once per token); piece cache; merging. Short pieces merge by scanning for
- * the lowest rank, long ones with a heap, so that a megabyte without a break costs n log n. */
+ * A piece takes the first of these ways that applies: single byte; whole token (always when
+ * ignore_merges, else when merging is known to end in that one token, which is found out once per
+ * token); piece cache; merging. Short pieces merge by scanning for the lowest rank, long ones with
+ * a heap, so that a megabyte without a break costs n log n. */
 #include "text/bpe.h"
 
 #include <stdatomic.h>
 #include <string.h>
 
-#define NO_ID UINT32_MAX
-#define NO_RANK UINT32_MAX
+#define NO_ID       UINT32_MAX
+#define NO_RANK     UINT32_MAX
 #define SHORT_PIECE 40   /* bytes: where the quadratic scan meets the heap (measured) */
 #define CACHE_SLOTS 8192 /* 64 bytes each: stays in the second-level cache */
 #define CACHE_PIECE 31
-#define CACHE_IDS 7
+#define CACHE_IDS   7
 
 typedef struct token {
     uint32_t offset, n; /* into bytes */
@@ -76,7 +77,8 @@ static inline uint64_t load(const uint8_t *p, size_t n)
     return v;
 }
 
-/* Not keyed: tables are filled from the file alone, and the cache has one slot per hash, so text cannot make chains. */
+/* Not keyed: tables are filled from the file alone, and the cache has one slot per hash, so text
+ * cannot make chains. */
 static inline uint64_t hash_bytes(const uint8_t *p, size_t n)
 {
     uint64_t h = 0x9E3779B97F4A7C15ull * (n + 1);
@@ -123,7 +125,7 @@ void nbi_bpe_destroy(nbi_bpe **bpe)
     nbi_free(b->tokens);
     nbi_free(b->slots);
     nbi_free(b->merges);
-    nbi_free((void *)b->whole);
+    nbi_free((void *)(uintptr_t)b->whole);
     nbi_free(b);
     *bpe = NULL;
 }
@@ -183,7 +185,8 @@ nb_status nbi_bpe_add_merge(nbi_bpe *bpe, uint32_t left, uint32_t right, uint32_
 {
     uint32_t i = hash_pair(left, right) & bpe->merge_mask;
     for (; bpe->merges[i].left != NO_ID; i = (i + 1) & bpe->merge_mask)
-        if (bpe->merges[i].left == left && bpe->merges[i].right == right) break; /* a repeated pair: the last one counts */
+        if (bpe->merges[i].left == left && bpe->merges[i].right == right)
+            break; /* a repeated pair: the last one counts */
     bpe->merges[i] = (merge){left, right, bpe->n_merges++, id};
     return NB_OK;
 }
@@ -226,13 +229,15 @@ static inline uint32_t find_hashed(const nbi_bpe *b, const uint8_t *p, size_t n,
 int32_t nbi_bpe_find(const nbi_bpe *bpe, const char *bytes, size_t n)
 {
     if (n == 0) return -1;
-    uint32_t id = find_hashed(bpe, (const uint8_t *)bytes, n, (uint32_t)hash_bytes((const uint8_t *)bytes, n));
+    uint32_t id = find_hashed(bpe, (const uint8_t *)bytes, n,
+                              (uint32_t)hash_bytes((const uint8_t *)bytes, n));
     return id == NO_ID ? -1 : (int32_t)id;
 }
 
 static inline const merge *find_merge(const nbi_bpe *b, uint32_t left, uint32_t right)
 {
-    for (uint32_t i = hash_pair(left, right) & b->merge_mask; b->merges[i].left != NO_ID; i = (i + 1) & b->merge_mask)
+    for (uint32_t i = hash_pair(left, right) & b->merge_mask; b->merges[i].left != NO_ID;
+         i = (i + 1) & b->merge_mask)
         if (b->merges[i].left == left && b->merges[i].right == right) return &b->merges[i];
     return NULL;
 }
@@ -258,7 +263,9 @@ void nbi_bpe_scratch_destroy(nbi_bpe_scratch **scratch)
 
 void nbi_bpe_scratch_trim(nbi_bpe_scratch *scratch, size_t bytes)
 {
-    if (scratch->cap * sizeof *scratch->symbols + scratch->heap_cap * sizeof *scratch->heap <= bytes) return;
+    if (scratch->cap * sizeof *scratch->symbols + scratch->heap_cap * sizeof *scratch->heap <=
+        bytes)
+        return;
     nbi_free(scratch->symbols);
     nbi_free(scratch->heap);
     scratch->symbols = NULL;
@@ -329,7 +336,8 @@ static nb_status heap_push(nbi_bpe_scratch *s, candidate c)
         s->heap_cap = cap;
     }
     size_t i = s->heap_n++;
-    for (; i > 0 && before(c, s->heap[(i - 1) / 2]); i = (i - 1) / 2) s->heap[i] = s->heap[(i - 1) / 2];
+    for (; i > 0 && before(c, s->heap[(i - 1) / 2]); i = (i - 1) / 2)
+        s->heap[i] = s->heap[(i - 1) / 2];
     s->heap[i] = c;
     return NB_OK;
 }
@@ -354,7 +362,8 @@ static nb_status push_pair(const nbi_bpe *b, nbi_bpe_scratch *s, uint32_t pos)
     return m ? heap_push(s, (candidate){m->rank, pos}) : NB_OK;
 }
 
-/* Merges symbols[0..n) through a heap of candidates; a popped one counts only if its pair still has that rank. */
+/* Merges symbols[0..n) through a heap of candidates; a popped one counts only if its pair still has
+ * that rank. */
 static nb_status merge_long(const nbi_bpe *b, nbi_bpe_scratch *s, size_t n)
 {
     symbol *y = s->symbols;
@@ -376,7 +385,8 @@ static nb_status merge_long(const nbi_bpe *b, nbi_bpe_scratch *s, size_t n)
     return NB_OK;
 }
 
-static nb_status encode_long(const nbi_bpe *b, nbi_bpe_scratch *s, const uint8_t *p, size_t n, nbi_ids *ids)
+static nb_status encode_long(const nbi_bpe *b, nbi_bpe_scratch *s, const uint8_t *p, size_t n,
+                             nbi_ids *ids)
 {
     if (n > s->cap) {
         symbol *symbols = nbi_realloc(s->symbols, n * sizeof *symbols);
@@ -387,10 +397,12 @@ static nb_status encode_long(const nbi_bpe *b, nbi_bpe_scratch *s, const uint8_t
     uint32_t *first = nbi_malloc(n * sizeof *first);
     if (!first) return NB_NO_MEMORY;
     size_t k = first_symbols(b, p, n, first);
-    for (uint32_t i = 0; i < k; i++) s->symbols[i] = (symbol){first[i], i ? i - 1 : NO_ID, i + 1 < k ? i + 1 : NO_ID};
+    for (uint32_t i = 0; i < k; i++)
+        s->symbols[i] = (symbol){first[i], i ? i - 1 : NO_ID, i + 1 < k ? i + 1 : NO_ID};
     nbi_free(first);
     NB_TRY(merge_long(b, s, k));
-    for (uint32_t i = 0; k > 0 && i != NO_ID; i = s->symbols[i].next) NB_TRY(nbi_ids_add(ids, (int32_t)s->symbols[i].id));
+    for (uint32_t i = 0; k > 0 && i != NO_ID; i = s->symbols[i].next)
+        NB_TRY(nbi_ids_add(ids, (int32_t)s->symbols[i].id));
     return NB_OK;
 }
 
@@ -413,13 +425,16 @@ static void remember(cached *c, const uint8_t *p, size_t n, const int32_t *ids, 
     memcpy(c->ids, ids, n_ids * sizeof *ids);
 }
 
-nb_status nbi_bpe_encode(const nbi_bpe *bpe, nbi_bpe_scratch *scratch, const uint8_t *piece, size_t n, nbi_ids *ids)
+nb_status nbi_bpe_encode(const nbi_bpe *bpe, nbi_bpe_scratch *scratch, const uint8_t *piece,
+                         size_t n, nbi_ids *ids)
 {
-    if (n == 1 && bpe->byte_id[piece[0]] != NO_ID) return nbi_ids_add(ids, (int32_t)bpe->byte_id[piece[0]]);
+    if (n == 1 && bpe->byte_id[piece[0]] != NO_ID)
+        return nbi_ids_add(ids, (int32_t)bpe->byte_id[piece[0]]);
     uint64_t hash = hash_bytes(piece, n);
     uint32_t id = find_hashed(bpe, piece, n, (uint32_t)hash);
     if (id != NO_ID) {
-        if (bpe->ignore_merges || atomic_load_explicit(&bpe->whole[id], memory_order_relaxed) == WHOLE_YES)
+        if (bpe->ignore_merges ||
+            atomic_load_explicit(&bpe->whole[id], memory_order_relaxed) == WHOLE_YES)
             return nbi_ids_add(ids, (int32_t)id);
     }
     cached *c = &scratch->cache[(hash >> 20) % CACHE_SLOTS];
@@ -428,10 +443,12 @@ nb_status nbi_bpe_encode(const nbi_bpe *bpe, nbi_bpe_scratch *scratch, const uin
         return NB_OK;
     }
     size_t first = ids->len;
-    NB_TRY(n <= SHORT_PIECE ? encode_short(bpe, piece, n, ids) : encode_long(bpe, scratch, piece, n, ids));
+    NB_TRY(n <= SHORT_PIECE ? encode_short(bpe, piece, n, ids)
+                            : encode_long(bpe, scratch, piece, n, ids));
     size_t made = ids->len - first;
     if (id != NO_ID)
-        atomic_store_explicit(&bpe->whole[id], made == 1 && ids->data[first] == (int32_t)id ? WHOLE_YES : WHOLE_NO,
+        atomic_store_explicit(&bpe->whole[id],
+                              made == 1 && ids->data[first] == (int32_t)id ? WHOLE_YES : WHOLE_NO,
                               memory_order_relaxed);
     remember(c, piece, n, ids->data + first, made);
     return NB_OK;

@@ -1,5 +1,5 @@
-/* The BPE model inside the tokenizer: vocabulary of byte strings, ranked merges, a cache of encoded pieces.
- * Callers: tokenizer.c and its parser. */
+/* The BPE model inside the tokenizer: vocabulary of byte strings, ranked merges, a cache of encoded
+ * pieces. Callers: tokenizer.c and its parser. */
 #pragma once
 
 #include "base/mem.h"
@@ -11,14 +11,15 @@ extern "C" {
 
 #define NBI_ID_MAX ((uint32_t)1 << 24) /* ids are below this */
 
-typedef struct nbi_bpe nbi_bpe;                 /* immutable once merges are in, but for its atomics */
-typedef struct nbi_bpe_scratch nbi_bpe_scratch; /* one thread at a time: heap of the merge loop and piece cache */
+typedef struct nbi_bpe nbi_bpe; /* immutable once merges are in, but for its atomics */
+typedef struct nbi_bpe_scratch
+    nbi_bpe_scratch; /* one thread at a time: heap of the merge loop and piece cache */
 
 nb_status nbi_bpe_create(nbi_bpe **out);
 void nbi_bpe_destroy(nbi_bpe **bpe);
 
-/* `n` token bytes under `id` < NBI_ID_MAX. `mapped`: the token is spelled in the byte alphabet, so that text can contain it;
- * others can only be decoded. NB_INVALID when the id is taken. */
+/* `n` token bytes under `id` < NBI_ID_MAX. `mapped`: the token is spelled in the byte alphabet, so
+ * that text can contain it; others can only be decoded. NB_INVALID when the id is taken. */
 nb_status nbi_bpe_add(nbi_bpe *bpe, uint32_t id, const char *bytes, size_t n, bool mapped);
 
 /* Ends adding and builds the look-up of pieces. */
@@ -41,7 +42,8 @@ void nbi_bpe_scratch_destroy(nbi_bpe_scratch **scratch);
 void nbi_bpe_scratch_trim(nbi_bpe_scratch *scratch, size_t bytes);
 
 /* Appends the ids of one piece of n >= 1 bytes. NB_NO_MEMORY. */
-nb_status nbi_bpe_encode(const nbi_bpe *bpe, nbi_bpe_scratch *scratch, const uint8_t *piece, size_t n, nbi_ids *ids);
+nb_status nbi_bpe_encode(const nbi_bpe *bpe, nbi_bpe_scratch *scratch, const uint8_t *piece,
+                         size_t n, nbi_ids *ids);
 
 #ifdef __cplusplus
 }

@@ -21,7 +21,8 @@ void nbi_chat_prompt_free(nbi_chat_prompt *prompt)
 static nb_status make_context(json_t **out, const json_t *request, nb_error *err)
 {
     static const char *const optional[] = {"tools", "documents"};
-    json_t *context = json_object(), *messages = json_deep_copy(json_object_get(request, "messages"));
+    json_t *context = json_object(),
+           *messages = json_deep_copy(json_object_get(request, "messages"));
     const json_t *kwargs = json_object_get(request, "chat_template_kwargs");
     const json_t *prompt = json_object_get(request, "add_generation_prompt");
     nb_status st = context ? nbi_chat_normalise(messages, err) : no_memory(err);
@@ -33,10 +34,13 @@ static nb_status make_context(json_t **out, const json_t *request, nb_error *err
     for (size_t i = 0; ok && i < sizeof optional / sizeof *optional; i++) {
         json_t *value = json_object_get(request, optional[i]);
         bool empty = !value || (json_is_array(value) && json_array_size(value) == 0);
-        ok = json_object_set_new(context, optional[i], empty ? json_null() : json_incref(value)) == 0;
+        ok = json_object_set_new(context, optional[i], empty ? json_null() : json_incref(value)) ==
+             0;
     }
-    ok = ok && json_object_set_new(context, "add_generation_prompt", json_boolean(!json_is_false(prompt))) == 0;
-    if (ok && json_is_object(kwargs)) ok = json_object_update(context, (json_t *)(uintptr_t)kwargs) == 0;
+    ok = ok && json_object_set_new(context, "add_generation_prompt",
+                                   json_boolean(!json_is_false(prompt))) == 0;
+    if (ok && json_is_object(kwargs))
+        ok = json_object_update(context, (json_t *)(uintptr_t)kwargs) == 0;
     if (st == NB_OK && !ok) st = no_memory(err);
     json_decref(messages);
     if (st == NB_OK)
@@ -46,7 +50,8 @@ static nb_status make_context(json_t **out, const json_t *request, nb_error *err
     return st;
 }
 
-static nb_status render(nbi_buf *out, const nbi_template *tmpl, const json_t *context, nb_error *err)
+static nb_status render(nbi_buf *out, const nbi_template *tmpl, const json_t *context,
+                        nb_error *err)
 {
     char *text = json_dumps(context, JSON_COMPACT);
     if (!text) return no_memory(err);
@@ -62,13 +67,15 @@ static nb_status guard_context(nbi_guard *guard, json_t *context, nb_error *err)
     for (size_t i = 0; i < sizeof members / sizeof *members; i++) {
         json_t *value = json_object_get(context, members[i]);
         json_t *copy = value ? nbi_guard_apply(guard, value, false) : NULL;
-        if (value && (!copy || json_object_set_new(context, members[i], copy) != 0)) return no_memory(err);
+        if (value && (!copy || json_object_set_new(context, members[i], copy) != 0))
+            return no_memory(err);
     }
     return NB_OK;
 }
 
-static nb_status encode_guarded(nbi_chat_prompt *prompt, const nbi_template *tmpl, const nbi_tokenizer *tokenizer,
-                                json_t *context, const nbi_chat_options *options, nb_error *err)
+static nb_status encode_guarded(nbi_chat_prompt *prompt, const nbi_template *tmpl,
+                                const nbi_tokenizer *tokenizer, json_t *context,
+                                const nbi_chat_options *options, nb_error *err)
 {
     nbi_guard guard;
     nbi_buf rendered = {.max = NBI_TEMPLATE_OUTPUT_BYTES};
@@ -76,39 +83,47 @@ static nb_status encode_guarded(nbi_chat_prompt *prompt, const nbi_template *tmp
     bool tools = json_array_size(json_object_get(context, "tools")) > 0;
     char *plain = json_dumps(context, JSON_COMPACT);
     if (!plain) return no_memory(err);
-    nb_status st = nbi_guard_init(&guard, tokenizer, plain, strlen(plain), nbi_template_source(tmpl, tools), err);
+    nb_status st = nbi_guard_init(&guard, tokenizer, plain, strlen(plain),
+                                  nbi_template_source(tmpl, tools), err);
     nbi_free(plain);
     if (st != NB_OK) return st;
     st = guard_context(&guard, context, err);
     if (st == NB_OK) st = render(&rendered, tmpl, context, err);
     if (st == NB_OK) {
-        prompt->thinking_open = nbi_reasoning_prompt_open(options->reasoning, rendered.data, rendered.len);
+        prompt->thinking_open =
+            nbi_reasoning_prompt_open(options->reasoning, rendered.data, rendered.len);
         if (nbi_guard_undo(&guard, &rendered, &prompt->text, &ranges) != NB_OK) st = no_memory(err);
     }
     if (st == NB_OK)
-        st = nbi_tokenizer_encode_guarded(tokenizer, prompt->text.data, prompt->text.len, ranges.data, ranges.n, &prompt->ids, err);
+        st = nbi_tokenizer_encode_guarded(tokenizer, prompt->text.data, prompt->text.len,
+                                          ranges.data, ranges.n, &prompt->ids, err);
     nbi_free(ranges.data);
     nbi_buf_free(&rendered);
     nbi_guard_deinit(&guard);
     return st;
 }
 
-static nb_status encode_plain(nbi_chat_prompt *prompt, const nbi_template *tmpl, const nbi_tokenizer *tokenizer,
-                              const json_t *context, const nbi_chat_options *options, nb_error *err)
+static nb_status encode_plain(nbi_chat_prompt *prompt, const nbi_template *tmpl,
+                              const nbi_tokenizer *tokenizer, const json_t *context,
+                              const nbi_chat_options *options, nb_error *err)
 {
     NB_TRY(render(&prompt->text, tmpl, context, err));
-    prompt->thinking_open = nbi_reasoning_prompt_open(options->reasoning, prompt->text.data, prompt->text.len);
-    return nbi_tokenizer_encode(tokenizer, prompt->text.data, prompt->text.len, true, &prompt->ids, err);
+    prompt->thinking_open =
+        nbi_reasoning_prompt_open(options->reasoning, prompt->text.data, prompt->text.len);
+    return nbi_tokenizer_encode(tokenizer, prompt->text.data, prompt->text.len, true, &prompt->ids,
+                                err);
 }
 
-nb_status nbi_chat_encode(nbi_chat_prompt *prompt, const nbi_template *tmpl, const nbi_tokenizer *tokenizer,
-                          const json_t *request, const nbi_chat_options *options, nb_error *err)
+nb_status nbi_chat_encode(nbi_chat_prompt *prompt, const nbi_template *tmpl,
+                          const nbi_tokenizer *tokenizer, const json_t *request,
+                          const nbi_chat_options *options, nb_error *err)
 {
     json_t *context = NULL;
     nbi_chat_prompt result = {0};
     NB_TRY(make_context(&context, request, err));
-    nb_status st = options->parse_special_in_content ? encode_plain(&result, tmpl, tokenizer, context, options, err)
-                                                     : encode_guarded(&result, tmpl, tokenizer, context, options, err);
+    nb_status st = options->parse_special_in_content
+                       ? encode_plain(&result, tmpl, tokenizer, context, options, err)
+                       : encode_guarded(&result, tmpl, tokenizer, context, options, err);
     json_decref(context);
     if (st == NB_OK) {
         nbi_chat_prompt_free(prompt);

@@ -7,8 +7,8 @@
 #include "text/unicode.h"
 
 #define FIRST_PRIVATE 0xF0000u /* planes 15 and 16 are private use */
-#define END_PRIVATE 0x10FFFEu
-#define BLOCKS_MAX 512
+#define END_PRIVATE   0x10FFFEu
+#define BLOCKS_MAX    512
 
 static bool is_word(const nbi_added_token *t)
 {
@@ -21,7 +21,8 @@ static bool is_think(const nbi_added_token *t)
     return strcmp(t->text, "<think>") == 0 || strcmp(t->text, "</think>") == 0;
 }
 
-/* Marks the blocks of `size` characters that text[0..n) uses; escapes such as \udb80\udc00 of JSON are not used by our writer. */
+/* Marks the blocks of `size` characters that text[0..n) uses; escapes such as \udb80\udc00 of JSON
+ * are not used by our writer. */
 static void mark_blocks(bool *used, uint32_t size, const char *text, size_t n)
 {
     const uint8_t *s = (const uint8_t *)text;
@@ -33,8 +34,8 @@ static void mark_blocks(bool *used, uint32_t size, const char *text, size_t n)
     }
 }
 
-static nb_status choose_block(nbi_guard *g, uint32_t n_tokens, const char *request, size_t n_request, const char *source,
-                              nb_error *err)
+static nb_status choose_block(nbi_guard *g, uint32_t n_tokens, const char *request,
+                              size_t n_request, const char *source, nb_error *err)
 {
     bool used[BLOCKS_MAX] = {false};
     uint32_t size = 256;
@@ -47,11 +48,13 @@ static nb_status choose_block(nbi_guard *g, uint32_t n_tokens, const char *reque
         bool has_noncharacter = g->base <= 0xFFFFF && g->base + n_tokens > 0xFFFFE;
         if (!used[block] && !has_noncharacter) return NB_OK;
     }
-    return nbi_fail(err, NB_INVALID, "messages use private-use characters of every block, so control words cannot be guarded");
+    return nbi_fail(
+        err, NB_INVALID,
+        "messages use private-use characters of every block, so control words cannot be guarded");
 }
 
-nb_status nbi_guard_init(nbi_guard *guard, const nbi_tokenizer *tokenizer, const char *request, size_t n_request,
-                         const char *source, nb_error *err)
+nb_status nbi_guard_init(nbi_guard *guard, const nbi_tokenizer *tokenizer, const char *request,
+                         size_t n_request, const char *source, nb_error *err)
 {
     memset(guard, 0, sizeof *guard);
     size_t n = nbi_added_tokens(tokenizer, &guard->tokens);
@@ -60,7 +63,8 @@ nb_status nbi_guard_init(nbi_guard *guard, const nbi_tokenizer *tokenizer, const
         const nbi_added_token *t = &guard->tokens[i];
         if (!is_word(t)) continue;
         st = nbi_added_add(&guard->words, t->text, t->n, (int32_t)i);
-        if (st == NB_OK && !is_think(t)) st = nbi_added_add(&guard->assistant_words, t->text, t->n, (int32_t)i);
+        if (st == NB_OK && !is_think(t))
+            st = nbi_added_add(&guard->assistant_words, t->text, t->n, (int32_t)i);
         if (st != NB_OK) (void)nbi_fail(err, st, "out of memory for control words");
     }
     guard->n_words = (uint32_t)n;
@@ -75,7 +79,8 @@ void nbi_guard_deinit(nbi_guard *guard)
 }
 
 /* Appends s[0..n) with words replaced; *changed is set when there were any. */
-static nb_status replace_words(const nbi_guard *g, const nbi_added_set *words, const char *s, size_t n, nbi_buf *out, bool *changed)
+static nb_status replace_words(const nbi_guard *g, const nbi_added_set *words, const char *s,
+                               size_t n, nbi_buf *out, bool *changed)
 {
     size_t done = 0, start, length;
     int32_t token;
@@ -93,8 +98,11 @@ static json_t *guard_string(const nbi_guard *g, const nbi_added_set *words, json
 {
     nbi_buf out = {0};
     bool changed = false;
-    nb_status st = replace_words(g, words, json_string_value(string), json_string_length(string), &out, &changed);
-    json_t *result = st != NB_OK ? NULL : changed ? json_stringn_nocheck(out.data, out.len) : json_incref(string);
+    nb_status st = replace_words(g, words, json_string_value(string), json_string_length(string),
+                                 &out, &changed);
+    json_t *result = st != NB_OK ? NULL
+                     : changed   ? json_stringn_nocheck(out.data, out.len)
+                                 : json_incref(string);
     nbi_buf_free(&out);
     return result;
 }
@@ -109,8 +117,12 @@ static json_t *guard_object(const nbi_guard *g, json_t *object, bool assistant)
         nbi_buf name = {0};
         bool changed = false, keep = n == 4 && memcmp(key, "role", 4) == 0;
         nb_status st = replace_words(g, &g->words, key, n, &name, &changed);
-        json_t *copy = st != NB_OK ? NULL : keep ? json_incref(value) : nbi_guard_apply(g, value, assistant);
-        bool ok = result && copy && json_object_setn_new_nocheck(result, name.data ? name.data : "", name.len, copy) == 0;
+        json_t *copy = st != NB_OK ? NULL
+                       : keep      ? json_incref(value)
+                                   : nbi_guard_apply(g, value, assistant);
+        bool ok =
+            result && copy &&
+            json_object_setn_new_nocheck(result, name.data ? name.data : "", name.len, copy) == 0;
         nbi_buf_free(&name);
         if (!ok) {
             json_decref(result);
@@ -123,7 +135,8 @@ static json_t *guard_object(const nbi_guard *g, json_t *object, bool assistant)
 /* Recursion is bounded by NBI_JSON_DEPTH: the value was parsed by nbi_json_parse(). */
 json_t *nbi_guard_apply(const nbi_guard *guard, json_t *value, bool assistant)
 {
-    if (json_is_string(value)) return guard_string(guard, assistant ? &guard->assistant_words : &guard->words, value);
+    if (json_is_string(value))
+        return guard_string(guard, assistant ? &guard->assistant_words : &guard->words, value);
     if (json_is_object(value)) {
         const char *role = json_string_value(json_object_get(value, "role"));
         return guard_object(guard, value, assistant || (role && strcmp(role, "assistant") == 0));
@@ -153,7 +166,8 @@ static nb_status add_range(nbi_ranges *r, size_t begin, size_t end)
     return NB_OK;
 }
 
-nb_status nbi_guard_undo(const nbi_guard *guard, const nbi_buf *rendered, nbi_buf *out, nbi_ranges *ranges)
+nb_status nbi_guard_undo(const nbi_guard *guard, const nbi_buf *rendered, nbi_buf *out,
+                         nbi_ranges *ranges)
 {
     const uint8_t *s = (const uint8_t *)rendered->data;
     size_t done = 0;

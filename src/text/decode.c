@@ -14,7 +14,8 @@ static size_t put_replacement(char *out)
     return 3;
 }
 
-/* Decodes s[0..n) to out as far as it is certain; *used is less than n only when the rest is the beginning of a character. */
+/* Decodes s[0..n) to out as far as it is certain; *used is less than n only when the rest is the
+ * beginning of a character. */
 static size_t decode_some(const uint8_t *s, size_t n, size_t *used, char *out)
 {
     size_t i = 0, len = 0;
@@ -38,7 +39,8 @@ size_t nbi_decoder_push(nbi_decoder *decoder, const char *bytes, size_t n, char 
 {
     const uint8_t *s = (const uint8_t *)bytes;
     size_t len = 0, used, k = 0;
-    /* The held beginning together with up to three more bytes: enough to finish it, one way or the other. */
+    /* The held beginning together with up to three more bytes: enough to finish it, one way or the
+     * other. */
     if (decoder->n_held && n) {
         uint8_t joined[8];
         size_t held = decoder->n_held;
@@ -79,8 +81,8 @@ size_t nbi_decoder_flush(nbi_decoder *decoder, char *out)
 
 /* ---------------------------------------------------------------- stop strings */
 
-/* One Knuth-Morris-Pratt automaton per string. The text held back is always the beginning of the string with the longest
- * state, so it needs no storage of its own. */
+/* One Knuth-Morris-Pratt automaton per string. The text held back is always the beginning of the
+ * string with the longest state, so it needs no storage of its own. */
 typedef struct stop_string {
     const uint8_t *bytes;
     uint32_t *fail; /* [n] length of the longest border of bytes[0..i] */
@@ -108,7 +110,8 @@ static void make_failure(stop_string *s)
 nb_status nbi_stop_create(nbi_stop **out, const char *const *strings, size_t n, nb_error *err)
 {
     if (n > NB_STOP_STRINGS_MAX)
-        return nbi_fail(err, NB_INVALID, "%zu stop strings, at most %d are allowed", n, NB_STOP_STRINGS_MAX);
+        return nbi_fail(err, NB_INVALID, "%zu stop strings, at most %d are allowed", n,
+                        NB_STOP_STRINGS_MAX);
     nbi_stop *stop = nbi_calloc(1, sizeof *stop);
     if (!stop) return nbi_fail(err, NB_NO_MEMORY, "out of memory for stop strings");
     size_t total = 0;
@@ -120,7 +123,8 @@ nb_status nbi_stop_create(nbi_stop **out, const char *const *strings, size_t n, 
         if (len == 0)
             st = nbi_fail(err, NB_INVALID, "stop string %zu is empty", i);
         else if (total > STOP_BYTES_MAX)
-            st = nbi_fail(err, NB_INVALID, "the stop strings have more than %d bytes", STOP_BYTES_MAX);
+            st = nbi_fail(err, NB_INVALID, "the stop strings have more than %d bytes",
+                          STOP_BYTES_MAX);
         else if (!(s->bytes = (const uint8_t *)nbi_arena_strndup(&stop->arena, strings[i], len)) ||
                  !(s->fail = nbi_arena_alloc(&stop->arena, len * sizeof *s->fail)))
             st = nbi_fail(err, NB_NO_MEMORY, "out of memory for stop strings");
@@ -173,7 +177,8 @@ static int step(nbi_stop *stop, uint8_t byte)
 }
 
 /* The first `want` bytes of held text followed by new text. */
-static size_t put_joined(const uint8_t *held, size_t n_held, const char *text, size_t want, char *out)
+static size_t put_joined(const uint8_t *held, size_t n_held, const char *text, size_t want,
+                         char *out)
 {
     size_t from_held = want < n_held ? want : n_held;
     if (from_held) memcpy(out, held, from_held);
@@ -181,7 +186,8 @@ static size_t put_joined(const uint8_t *held, size_t n_held, const char *text, s
     return want;
 }
 
-size_t nbi_stop_push(nbi_stop *stop, const char *text, size_t n, bool include, char *out, int *matched)
+size_t nbi_stop_push(nbi_stop *stop, const char *text, size_t n, bool include, char *out,
+                     int *matched)
 {
     *matched = -1;
     if (stop->done) return 0;

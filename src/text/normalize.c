@@ -1,5 +1,6 @@
-/* Normalizers of tokenizer.json (see normalize.h). Canonical forms come from utf8proc's data; the ordering of combining marks is
- * done here, since utf8proc's own takes quadratic time on long runs of marks. */
+/* Normalizers of tokenizer.json (see normalize.h). Canonical forms come from utf8proc's data; the
+ * ordering of combining marks is done here, since utf8proc's own takes quadratic time on long runs
+ * of marks. */
 #include "text/normalize.h"
 
 #include <stdlib.h>
@@ -48,10 +49,12 @@ static nb_status add_step(nbi_normalizer *z, norm_step **out)
     return NB_OK;
 }
 
-static nb_status copy_string(char **out, size_t *n, const json_t *obj, const char *key, const char *name, nb_error *err)
+static nb_status copy_string(char **out, size_t *n, const json_t *obj, const char *key,
+                             const char *name, nb_error *err)
 {
     const json_t *s = json_object_get(obj, key);
-    if (!json_is_string(s)) return nbi_fail(err, NB_CORRUPT, "%s: normalizer member \"%s\" is not a string", name, key);
+    if (!json_is_string(s))
+        return nbi_fail(err, NB_CORRUPT, "%s: normalizer member \"%s\" is not a string", name, key);
     *n = json_string_length(s);
     *out = nbi_strndup(json_string_value(s), *n);
     return *out ? NB_OK : nbi_fail(err, NB_NO_MEMORY, "%s: out of memory", name);
@@ -61,7 +64,8 @@ static nb_status parse_replace(norm_step *step, const json_t *spec, const char *
 {
     const json_t *pattern = json_object_get(spec, "pattern");
     NB_TRY(copy_string(&step->content, &step->n_content, spec, "content", name, err));
-    if (json_object_get(pattern, "String")) return copy_string(&step->find, &step->n_find, pattern, "String", name, err);
+    if (json_object_get(pattern, "String"))
+        return copy_string(&step->find, &step->n_find, pattern, "String", name, err);
     NB_TRY(copy_string(&step->find, &step->n_find, pattern, "Regex", name, err));
     return nbi_pattern_compile(&step->pattern, step->find, step->n_find, name, err);
 }
@@ -86,8 +90,11 @@ static nb_status parse_step(nbi_normalizer *z, const json_t *spec, const char *n
     if (!type) return nbi_fail(err, NB_CORRUPT, "%s: normalizer without a \"type\"", name);
     if (strcmp(type, "Sequence") == 0) {
         const json_t *list = json_object_get(spec, "normalizers");
-        if (!json_is_array(list)) return nbi_fail(err, NB_CORRUPT, "%s: normalizer Sequence without \"normalizers\"", name);
-        for (size_t i = 0; i < json_array_size(list); i++) NB_TRY(parse_step(z, json_array_get(list, i), name, err));
+        if (!json_is_array(list))
+            return nbi_fail(err, NB_CORRUPT, "%s: normalizer Sequence without \"normalizers\"",
+                            name);
+        for (size_t i = 0; i < json_array_size(list); i++)
+            NB_TRY(parse_step(z, json_array_get(list, i), name, err));
         return NB_OK;
     }
     norm_step *step;
@@ -110,14 +117,16 @@ static nb_status parse_step(nbi_normalizer *z, const json_t *spec, const char *n
         NB_TRY(nbi_json_bool(&step->right, spec, "strip_right", name, err));
     } else {
         return nbi_fail(err, NB_UNSUPPORTED,
-                        "%s: normalizer \"%.64s\" is not supported (known: NFC, NFD, NFKC, NFKD, Lowercase, Replace, Prepend, "
+                        "%s: normalizer \"%.64s\" is not supported (known: NFC, NFD, NFKC, NFKD, "
+                        "Lowercase, Replace, Prepend, "
                         "Strip, StripAccents, Sequence)",
                         name, type);
     }
     return NB_OK;
 }
 
-nb_status nbi_normalizer_parse(nbi_normalizer **out, const json_t *spec, const char *name, nb_error *err)
+nb_status nbi_normalizer_parse(nbi_normalizer **out, const json_t *spec, const char *name,
+                               nb_error *err)
 {
     if (!spec || json_is_null(spec)) {
         *out = NULL;
@@ -182,7 +191,8 @@ static void order_marks(int32_t *run, size_t n, int32_t *spare)
     }
 }
 
-/* Code points of text, decomposed, into *out (from nbi_malloc) with room for a second copy behind them. */
+/* Code points of text, decomposed, into *out (from nbi_malloc) with room for a second copy behind
+ * them. */
 static nb_status decompose(int32_t **out, size_t *n_out, const nbi_buf *text, int form)
 {
     size_t cap = text->len + 64, n = 0;
@@ -234,7 +244,8 @@ static nb_status run_form(int form, nbi_buf *text)
         i = j + 1;
     }
     if (form & UTF8PROC_COMPOSE) {
-        utf8proc_ssize_t m = utf8proc_normalize_utf32(cps, (utf8proc_ssize_t)n, UTF8PROC_COMPOSE | UTF8PROC_STABLE);
+        utf8proc_ssize_t m =
+            utf8proc_normalize_utf32(cps, (utf8proc_ssize_t)n, UTF8PROC_COMPOSE | UTF8PROC_STABLE);
         if (m >= 0) n = (size_t)m;
     }
     nbi_buf_clear(text);
@@ -289,12 +300,15 @@ static nb_status run_strip(const norm_step *step, const nbi_buf *text, nbi_buf *
     return nbi_buf_add(out, text->data + begin, end - begin);
 }
 
-static nb_status find_next(const norm_step *step, nbi_matcher *matcher, const nbi_buf *text, size_t from, size_t *start,
-                           size_t *end, nb_error *err)
+static nb_status find_next(const norm_step *step, nbi_matcher *matcher, const nbi_buf *text,
+                           size_t from, size_t *start, size_t *end, nb_error *err)
 {
-    if (step->pattern) return nbi_pattern_find(step->pattern, matcher, text->data, text->len, from, start, end, err);
+    if (step->pattern)
+        return nbi_pattern_find(step->pattern, matcher, text->data, text->len, from, start, end,
+                                err);
     const char *hit = NULL, *p = text->data + from, *stop = text->data + text->len;
-    while (step->n_find && (size_t)(stop - p) >= step->n_find && (p = memchr(p, step->find[0], (size_t)(stop - p)))) {
+    while (step->n_find && (size_t)(stop - p) >= step->n_find &&
+           (p = memchr(p, step->find[0], (size_t)(stop - p)))) {
         if ((size_t)(stop - p) >= step->n_find && memcmp(p, step->find, step->n_find) == 0) {
             hit = p;
             break;
@@ -307,16 +321,20 @@ static nb_status find_next(const norm_step *step, nbi_matcher *matcher, const nb
     return NB_OK;
 }
 
-static nb_status run_replace(const norm_step *step, nbi_matcher *matcher, const nbi_buf *text, nbi_buf *out, nb_error *err)
+static nb_status run_replace(const norm_step *step, nbi_matcher *matcher, const nbi_buf *text,
+                             nbi_buf *out, nb_error *err)
 {
     size_t done = 0, from = 0, start, end, last_end = SIZE_MAX;
     while (from <= text->len) {
         nb_status st = find_next(step, matcher, text, from, &start, &end, err);
         if (st == NB_NOT_FOUND) break;
         if (st != NB_OK) return st;
-        if (start == end && end == last_end) { /* an empty match right behind a match does not count */
+        if (start == end &&
+            end == last_end) { /* an empty match right behind a match does not count */
             uint32_t cp;
-            size_t len = from < text->len ? nbi_utf8_read(&cp, (const uint8_t *)text->data + from, text->len - from) : 1;
+            size_t len = from < text->len ? nbi_utf8_read(&cp, (const uint8_t *)text->data + from,
+                                                          text->len - from)
+                                          : 1;
             from += len ? len : 1;
             continue;
         }
@@ -327,7 +345,8 @@ static nb_status run_replace(const norm_step *step, nbi_matcher *matcher, const 
     return nbi_buf_add(out, text->data + done, text->len - done);
 }
 
-static nb_status run_step(const norm_step *step, nbi_matcher *matcher, nbi_buf *text, nbi_buf *scratch, nb_error *err)
+static nb_status run_step(const norm_step *step, nbi_matcher *matcher, nbi_buf *text,
+                          nbi_buf *scratch, nb_error *err)
 {
     if (step->kind == NORM_FORM) return run_form(step->form, text);
     nbi_buf_clear(scratch);
@@ -348,15 +367,17 @@ static nb_status run_step(const norm_step *step, nbi_matcher *matcher, nbi_buf *
     return NB_OK;
 }
 
-nb_status nbi_normalizer_run(const nbi_normalizer *normalizer, nbi_matcher *matcher, nbi_buf *text, nbi_buf *scratch,
-                             nb_error *err)
+nb_status nbi_normalizer_run(const nbi_normalizer *normalizer, nbi_matcher *matcher, nbi_buf *text,
+                             nbi_buf *scratch, nb_error *err)
 {
     if (!normalizer) return NB_OK;
     for (size_t i = 0; i < normalizer->n; i++) {
         if (text->len == 0) break;
         nb_status st = run_step(&normalizer->steps[i], matcher, text, scratch, err);
         if (st == NB_NO_MEMORY || st == NB_TOO_LARGE)
-            return nbi_fail(err, st, "normalizing %zu bytes exceeds the memory or the pattern's limits", text->len);
+            return nbi_fail(err, st,
+                            "normalizing %zu bytes exceeds the memory or the pattern's limits",
+                            text->len);
         if (st != NB_OK) return st;
     }
     return NB_OK;

@@ -1,8 +1,10 @@
-/* Hand-written scanners for the pre-tokenizer patterns that nearly all public models use (see pattern.h).
+/* Hand-written scanners for the pre-tokenizer patterns that nearly all public models use (see
+ * pattern.h).
  *
- * PCRE2's JIT needs a call per piece and property look-ups per character; these need a table look-up per character. They are
- * chosen only when the file's pattern is one of the texts below, letter for letter, and tests hold them equal to PCRE2 on
- * random text. The order of alternatives in the patterns is the order of the ifs. */
+ * PCRE2's JIT needs a call per piece and property look-ups per character; these need a table
+ * look-up per character. They are chosen only when the file's pattern is one of the texts below,
+ * letter for letter, and tests hold them equal to PCRE2 on random text. The order of alternatives
+ * in the patterns is the order of the ifs. */
 #include <string.h>
 
 #include "text/pattern.h"
@@ -25,7 +27,8 @@ static inline uint8_t peek(const uint8_t *p, size_t *len)
         return nbi_char_class_low[(c & 0x0F) << 12 | (p[1] & 0x3Fu) << 6 | (p[2] & 0x3Fu)];
     }
     *len = 4;
-    return nbi_char_class((c & 0x07) << 18 | (p[1] & 0x3Fu) << 12 | (p[2] & 0x3Fu) << 6 | (p[3] & 0x3Fu));
+    return nbi_char_class((c & 0x07) << 18 | (p[1] & 0x3Fu) << 12 | (p[2] & 0x3Fu) << 6 |
+                          (p[3] & 0x3Fu));
 }
 
 /* Skips characters of one class (0: neither letter, number nor space), at most `limit` of them. */
@@ -51,7 +54,8 @@ static size_t scan_spaces(const uint8_t *p, const uint8_t *end, bool newlines)
     return (size_t)(last - p); /* the last space belongs to what follows */
 }
 
-/* Length of `'s|'t|'re|'ve|'m|'ll|'d` at p[0] == '\'', else 0. `fold`: any case, with U+017F as another s. */
+/* Length of `'s|'t|'re|'ve|'m|'ll|'d` at p[0] == '\'', else 0. `fold`: any case, with U+017F as
+ * another s. */
 static size_t scan_contraction(const uint8_t *p, const uint8_t *end, bool fold)
 {
     size_t n = (size_t)(end - p);
@@ -73,8 +77,10 @@ static inline size_t scan_cl100k_family(const uint8_t *p, const uint8_t *end, si
     size_t len, next;
     uint8_t class = peek(p, &len);
     if (p[0] == '\'' && (next = scan_contraction(p, end, true)) != 0) return next;
-    if (class == NBI_CLASS_LETTER) return (size_t)(skip(p + len, end, NBI_CLASS_LETTER, SIZE_MAX) - p);
-    if (class == NBI_CLASS_NUMBER) return (size_t)(skip(p + len, end, NBI_CLASS_NUMBER, digits - 1) - p);
+    if (class == NBI_CLASS_LETTER)
+        return (size_t)(skip(p + len, end, NBI_CLASS_LETTER, SIZE_MAX) - p);
+    if (class == NBI_CLASS_NUMBER)
+        return (size_t)(skip(p + len, end, NBI_CLASS_NUMBER, digits - 1) - p);
     const uint8_t *q = p + len;
     if (!(class & NBI_CLASS_NEWLINE) && q < end && peek(q, &next) == NBI_CLASS_LETTER)
         return (size_t)(skip(q + next, end, NBI_CLASS_LETTER, SIZE_MAX) - p);
@@ -112,19 +118,24 @@ static const struct {
     nbi_scan scan;
 } known[] = {
     {"cl100k (GLM-4, GLM-5, Llama 3)",
-     "(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\\r\\n\\p{L}\\p{N}]?\\p{L}+|\\p{N}{1,3}| ?[^\\s\\p{L}\\p{N}]+[\\r\\n]*|\\s*[\\r\\n]+"
+     "(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\\r\\n\\p{L}\\p{N}]?\\p{L}+|\\p{N}{1,3}| "
+     "?[^\\s\\p{L}\\p{N}]+[\\r\\n]*|\\s*[\\r\\n]+"
      "|\\s+(?!\\S)|\\s+",
      scan_cl100k},
     {"Qwen2, Qwen3",
-     "(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\\r\\n\\p{L}\\p{N}]?\\p{L}+|\\p{N}| ?[^\\s\\p{L}\\p{N}]+[\\r\\n]*|\\s*[\\r\\n]+"
+     "(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\\r\\n\\p{L}\\p{N}]?\\p{L}+|\\p{N}| "
+     "?[^\\s\\p{L}\\p{N}]+[\\r\\n]*|\\s*[\\r\\n]+"
      "|\\s+(?!\\S)|\\s+",
      scan_qwen2},
     {"cl100k, as first published",
-     "'(?i:[sdmt]|ll|ve|re)|[^\\r\\n\\p{L}\\p{N}]?+\\p{L}+|\\p{N}{1,3}| ?[^\\s\\p{L}\\p{N}]++[\\r\\n]*|\\s*[\\r\\n]"
+     "'(?i:[sdmt]|ll|ve|re)|[^\\r\\n\\p{L}\\p{N}]?+\\p{L}+|\\p{N}{1,3}| "
+     "?[^\\s\\p{L}\\p{N}]++[\\r\\n]*|\\s*[\\r\\n]"
      "|\\s+(?!\\S)|\\s+",
      scan_cl100k},
-    {"GPT-2", "'(?:[sdmt]|ll|ve|re)| ?\\p{L}+| ?\\p{N}+| ?[^\\s\\p{L}\\p{N}]+|\\s+(?!\\S)|\\s+", scan_gpt2},
-    {"GPT-2, as first published", "'s|'t|'re|'ve|'m|'ll|'d| ?\\p{L}+| ?\\p{N}+| ?[^\\s\\p{L}\\p{N}]+|\\s+(?!\\S)|\\s+",
+    {"GPT-2", "'(?:[sdmt]|ll|ve|re)| ?\\p{L}+| ?\\p{N}+| ?[^\\s\\p{L}\\p{N}]+|\\s+(?!\\S)|\\s+",
+     scan_gpt2},
+    {"GPT-2, as first published",
+     "'s|'t|'re|'ve|'m|'ll|'d| ?\\p{L}+| ?\\p{N}+| ?[^\\s\\p{L}\\p{N}]+|\\s+(?!\\S)|\\s+",
      scan_gpt2},
 };
 

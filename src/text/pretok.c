@@ -1,5 +1,5 @@
-/* Pre-tokenizer steps of tokenizer.json (see pretok.h). Every step cuts what the step before gave it; pieces are handed on as
- * they are found, so that no list of them exists. */
+/* Pre-tokenizer steps of tokenizer.json (see pretok.h). Every step cuts what the step before gave
+ * it; pieces are handed on as they are found, so that no list of them exists. */
 #include "text/pretok.h"
 
 #include <string.h>
@@ -9,12 +9,19 @@
 #include "text/unicode.h"
 
 #define STEPS_MAX 16
-#define GPT2_PATTERN "'(?:[sdmt]|ll|ve|re)| ?\\p{L}+| ?\\p{N}+| ?[^\\s\\p{L}\\p{N}]+|\\s+(?!\\S)|\\s+"
+#define GPT2_PATTERN \
+    "'(?:[sdmt]|ll|ve|re)| ?\\p{L}+| ?\\p{N}+| ?[^\\s\\p{L}\\p{N}]+|\\s+(?!\\S)|\\s+"
 
 typedef enum cut_kind { CUT_REGEX, CUT_LITERAL, CUT_NUMBERS, CUT_PUNCTUATION, CUT_SPACES } cut_kind;
 
 /* What becomes of matches (and, with `invert`, of what lies between them). */
-typedef enum cut_rule { RULE_ISOLATED, RULE_REMOVED, RULE_CONTIGUOUS, RULE_WITH_PREVIOUS, RULE_WITH_NEXT } cut_rule;
+typedef enum cut_rule {
+    RULE_ISOLATED,
+    RULE_REMOVED,
+    RULE_CONTIGUOUS,
+    RULE_WITH_PREVIOUS,
+    RULE_WITH_NEXT
+} cut_rule;
 
 typedef struct cut {
     cut_kind kind;
@@ -22,7 +29,7 @@ typedef struct cut {
     bool invert;
     bool prefix_space;    /* ByteLevel: put a space in front unless there is one */
     nbi_pattern *pattern; /* CUT_REGEX */
-    nbi_scan scan;        /* its hand-written equal, when the rule keeps every match and nothing else */
+    nbi_scan scan; /* its hand-written equal, when the rule keeps every match and nothing else */
     char *literal;
     size_t n_literal;
 } cut;
@@ -38,7 +45,8 @@ struct nbi_pretok {
 
 static nb_status parse_rule(cut_rule *out, const json_t *spec, const char *name, nb_error *err)
 {
-    static const char *const names[] = {"Isolated", "Removed", "Contiguous", "MergedWithPrevious", "MergedWithNext"};
+    static const char *const names[] = {"Isolated", "Removed", "Contiguous", "MergedWithPrevious",
+                                        "MergedWithNext"};
     const char *rule = json_string_value(json_object_get(spec, "behavior"));
     for (size_t i = 0; rule && i < sizeof names / sizeof *names; i++) {
         if (strcmp(rule, names[i]) == 0) {
@@ -46,20 +54,23 @@ static nb_status parse_rule(cut_rule *out, const json_t *spec, const char *name,
             return NB_OK;
         }
     }
-    return nbi_fail(err, NB_UNSUPPORTED, "%s: pre_tokenizer behavior \"%.64s\" is not known", name, rule ? rule : "(none)");
+    return nbi_fail(err, NB_UNSUPPORTED, "%s: pre_tokenizer behavior \"%.64s\" is not known", name,
+                    rule ? rule : "(none)");
 }
 
 static nb_status use_regex(cut *c, const char *regex, size_t n, const char *name, nb_error *err)
 {
     c->kind = CUT_REGEX;
     NB_TRY(nbi_pattern_compile(&c->pattern, regex, n, name, err));
-    if (c->rule == RULE_ISOLATED || (c->rule == RULE_REMOVED && c->invert)) c->scan = nbi_scan_lookup(regex, n);
+    if (c->rule == RULE_ISOLATED || (c->rule == RULE_REMOVED && c->invert))
+        c->scan = nbi_scan_lookup(regex, n);
     return NB_OK;
 }
 
 static nb_status use_literal(cut *c, const char *literal, size_t n, const char *name, nb_error *err)
 {
-    if (n == 0) return nbi_fail(err, NB_UNSUPPORTED, "%s: pre_tokenizer splits at an empty string", name);
+    if (n == 0)
+        return nbi_fail(err, NB_UNSUPPORTED, "%s: pre_tokenizer splits at an empty string", name);
     c->kind = CUT_LITERAL;
     c->n_literal = n;
     c->literal = nbi_strndup(literal, n);
@@ -71,13 +82,18 @@ static nb_status parse_split(cut *c, const json_t *spec, const char *name, nb_er
     NB_TRY(parse_rule(&c->rule, spec, name, err));
     NB_TRY(nbi_json_bool(&c->invert, spec, "invert", name, err));
     const json_t *pattern = json_object_get(spec, "pattern");
-    const json_t *regex = json_object_get(pattern, "Regex"), *literal = json_object_get(pattern, "String");
-    if (json_is_string(regex)) return use_regex(c, json_string_value(regex), json_string_length(regex), name, err);
-    if (json_is_string(literal)) return use_literal(c, json_string_value(literal), json_string_length(literal), name, err);
-    return nbi_fail(err, NB_CORRUPT, "%s: pre_tokenizer Split has neither pattern.Regex nor pattern.String", name);
+    const json_t *regex = json_object_get(pattern, "Regex"),
+                 *literal = json_object_get(pattern, "String");
+    if (json_is_string(regex))
+        return use_regex(c, json_string_value(regex), json_string_length(regex), name, err);
+    if (json_is_string(literal))
+        return use_literal(c, json_string_value(literal), json_string_length(literal), name, err);
+    return nbi_fail(err, NB_CORRUPT,
+                    "%s: pre_tokenizer Split has neither pattern.Regex nor pattern.String", name);
 }
 
-static nb_status parse_byte_level(nbi_pretok *t, const json_t *spec, const char *name, nb_error *err)
+static nb_status parse_byte_level(nbi_pretok *t, const json_t *spec, const char *name,
+                                  nb_error *err)
 {
     bool regex = true, prefix = true;
     NB_TRY(nbi_json_bool(&regex, spec, "use_regex", name, err));
@@ -92,7 +108,8 @@ static nb_status parse_byte_level(nbi_pretok *t, const json_t *spec, const char 
     return use_regex(c, GPT2_PATTERN, sizeof GPT2_PATTERN - 1, name, err);
 }
 
-static nb_status parse_simple(cut *c, const char *type, const json_t *spec, const char *name, nb_error *err)
+static nb_status parse_simple(cut *c, const char *type, const json_t *spec, const char *name,
+                              nb_error *err)
 {
     if (strcmp(type, "Digits") == 0) {
         bool single = false;
@@ -113,11 +130,12 @@ static nb_status parse_simple(cut *c, const char *type, const json_t *spec, cons
     if (strcmp(type, "CharDelimiterSplit") == 0) {
         const json_t *delimiter = json_object_get(spec, "delimiter");
         c->rule = RULE_REMOVED;
-        return use_literal(c, json_is_string(delimiter) ? json_string_value(delimiter) : "", json_string_length(delimiter), name,
-                           err);
+        return use_literal(c, json_is_string(delimiter) ? json_string_value(delimiter) : "",
+                           json_string_length(delimiter), name, err);
     }
     return nbi_fail(err, NB_UNSUPPORTED,
-                    "%s: pre_tokenizer \"%.64s\" is not supported (known: Split, ByteLevel, Digits, Punctuation, WhitespaceSplit, "
+                    "%s: pre_tokenizer \"%.64s\" is not supported (known: Split, ByteLevel, "
+                    "Digits, Punctuation, WhitespaceSplit, "
                     "CharDelimiterSplit, Sequence)",
                     name, type);
 }
@@ -128,13 +146,19 @@ static nb_status parse_step(nbi_pretok *t, const json_t *spec, const char *name,
     if (!type) return nbi_fail(err, NB_CORRUPT, "%s: pre_tokenizer without a \"type\"", name);
     if (strcmp(type, "Sequence") == 0) {
         const json_t *list = json_object_get(spec, "pretokenizers");
-        if (!json_is_array(list)) return nbi_fail(err, NB_CORRUPT, "%s: pre_tokenizer Sequence without \"pretokenizers\"", name);
-        for (size_t i = 0; i < json_array_size(list); i++) NB_TRY(parse_step(t, json_array_get(list, i), name, err));
+        if (!json_is_array(list))
+            return nbi_fail(err, NB_CORRUPT, "%s: pre_tokenizer Sequence without \"pretokenizers\"",
+                            name);
+        for (size_t i = 0; i < json_array_size(list); i++)
+            NB_TRY(parse_step(t, json_array_get(list, i), name, err));
         return NB_OK;
     }
     if (t->has_byte_level)
-        return nbi_fail(err, NB_UNSUPPORTED, "%s: pre_tokenizer \"%.64s\" after ByteLevel is not supported", name, type);
-    if (t->n == STEPS_MAX) return nbi_fail(err, NB_UNSUPPORTED, "%s: more than %d pre_tokenizer steps", name, STEPS_MAX);
+        return nbi_fail(err, NB_UNSUPPORTED,
+                        "%s: pre_tokenizer \"%.64s\" after ByteLevel is not supported", name, type);
+    if (t->n == STEPS_MAX)
+        return nbi_fail(err, NB_UNSUPPORTED, "%s: more than %d pre_tokenizer steps", name,
+                        STEPS_MAX);
     if (strcmp(type, "ByteLevel") == 0) return parse_byte_level(t, spec, name, err);
     cut *c = &t->cuts[t->n++];
     if (strcmp(type, "Split") == 0) return parse_split(c, spec, name, err);
@@ -144,12 +168,16 @@ static nb_status parse_step(nbi_pretok *t, const json_t *spec, const char *name,
 nb_status nbi_pretok_parse(nbi_pretok **out, const json_t *spec, const char *name, nb_error *err)
 {
     if (!json_is_object(spec))
-        return nbi_fail(err, NB_UNSUPPORTED, "%s: no pre_tokenizer; only byte-level BPE (a ByteLevel step) is supported", name);
+        return nbi_fail(err, NB_UNSUPPORTED,
+                        "%s: no pre_tokenizer; only byte-level BPE (a ByteLevel step) is supported",
+                        name);
     nbi_pretok *t = nbi_calloc(1, sizeof *t);
     if (!t) return nbi_fail(err, NB_NO_MEMORY, "%s: out of memory", name);
     nb_status st = parse_step(t, spec, name, err);
     if (st == NB_OK && !t->has_byte_level)
-        st = nbi_fail(err, NB_UNSUPPORTED, "%s: the pre_tokenizer has no ByteLevel step; only byte-level BPE is supported", name);
+        st = nbi_fail(
+            err, NB_UNSUPPORTED,
+            "%s: the pre_tokenizer has no ByteLevel step; only byte-level BPE is supported", name);
     if (st == NB_OK)
         *out = t;
     else
@@ -192,7 +220,8 @@ static bool is_match(cut_kind kind, uint32_t cp)
     int category;
     if (kind == CUT_SPACES) return nbi_unicode_is_space(cp);
     category = nbi_unicode_category(cp);
-    if (kind == CUT_NUMBERS) return category >= UTF8PROC_CATEGORY_ND && category <= UTF8PROC_CATEGORY_NO;
+    if (kind == CUT_NUMBERS)
+        return category >= UTF8PROC_CATEGORY_ND && category <= UTF8PROC_CATEGORY_NO;
     if (cp < 0x80) return cp > ' ' && cp < 0x7F && !(nbi_unicode_is_word(cp) && cp != '_');
     return category >= UTF8PROC_CATEGORY_PC && category <= UTF8PROC_CATEGORY_PO;
 }
@@ -226,16 +255,21 @@ static nb_status find_literal(const cut *c, text_span text, size_t from, size_t 
     return NB_NOT_FOUND;
 }
 
-/* The next match at or after *from; an empty one right behind the last match is passed over, as the reference does. */
-static nb_status find(run *r, const cut *c, text_span text, size_t *from, size_t last_end, size_t *start, size_t *end)
+/* The next match at or after *from; an empty one right behind the last match is passed over, as the
+ * reference does. */
+static nb_status find(run *r, const cut *c, text_span text, size_t *from, size_t last_end,
+                      size_t *start, size_t *end)
 {
     if (c->kind == CUT_LITERAL) return find_literal(c, text, *from, start, end);
     if (c->kind != CUT_REGEX) return find_char(c->kind, text, *from, start, end);
     while (*from <= text.n) {
-        NB_TRY(nbi_pattern_find(c->pattern, r->matcher, text.data, text.n, *from, start, end, r->err));
+        NB_TRY(
+            nbi_pattern_find(c->pattern, r->matcher, text.data, text.n, *from, start, end, r->err));
         if (*start != *end || *end != last_end) return NB_OK;
         uint32_t cp;
-        size_t len = *from < text.n ? nbi_utf8_read(&cp, (const uint8_t *)text.data + *from, text.n - *from) : 1;
+        size_t len = *from < text.n
+                         ? nbi_utf8_read(&cp, (const uint8_t *)text.data + *from, text.n - *from)
+                         : 1;
         *from += len ? len : 1;
     }
     return NB_NOT_FOUND;
@@ -319,15 +353,16 @@ static nb_status run_cut(run *r, size_t step, text_span text)
     const uint8_t *p = (const uint8_t *)text.data, *end = p + text.n;
     while (p < end) {
         size_t n = c->scan(p, end);
-        NB_TRY(step + 1 == r->pretok->n && !r->pretok->prefix_space_only ? r->fn(r->arg, p, n)
-                                                                        : run_cut(r, step + 1, (text_span){(const char *)p, n}));
+        NB_TRY(step + 1 == r->pretok->n && !r->pretok->prefix_space_only
+                   ? r->fn(r->arg, p, n)
+                   : run_cut(r, step + 1, (text_span){(const char *)p, n}));
         p += n;
     }
     return NB_OK;
 }
 
-nb_status nbi_pretok_run(const nbi_pretok *pretok, nbi_matcher *matcher, nbi_buf *scratch, const char *text, size_t n,
-                         nbi_piece_fn fn, void *arg, nb_error *err)
+nb_status nbi_pretok_run(const nbi_pretok *pretok, nbi_matcher *matcher, nbi_buf *scratch,
+                         const char *text, size_t n, nbi_piece_fn fn, void *arg, nb_error *err)
 {
     run r = {pretok, matcher, scratch, fn, arg, err};
     return run_cut(&r, 0, (text_span){text, n});

@@ -20,8 +20,8 @@ void nbi_pretok_free(nbi_pretok **pretok);
 typedef nb_status (*nbi_piece_fn)(void *arg, const uint8_t *piece, size_t n);
 
 /* Cuts text[0..n), valid UTF-8. `scratch` is overwritten when the file asks for a leading space. */
-nb_status nbi_pretok_run(const nbi_pretok *pretok, nbi_matcher *matcher, nbi_buf *scratch, const char *text, size_t n,
-                         nbi_piece_fn fn, void *arg, nb_error *err);
+nb_status nbi_pretok_run(const nbi_pretok *pretok, nbi_matcher *matcher, nbi_buf *scratch,
+                         const char *text, size_t n, nbi_piece_fn fn, void *arg, nb_error *err);
 
 #ifdef __cplusplus
 }

@@ -3,9 +3,9 @@
 
 #include <string.h>
 
-#define OPEN "<think>"
+#define OPEN  "<think>"
 #define CLOSE "</think>"
-#define CALL "<tool_call>"
+#define CALL  "<tool_call>"
 
 /* PHASE_OUTSIDE and PHASE_START: only white space so far; a <think> may come. */
 enum { PHASE_OUTSIDE, PHASE_START, PHASE_REASONING, PHASE_CONTENT };
@@ -16,10 +16,12 @@ nb_status nbi_reasoning_by_name(nbi_reasoning_kind *out, const char *name, nb_er
         const char *name;
         nbi_reasoning_kind kind;
     } names[] = {
-        {"none", NBI_REASONING_NONE},         {"glm45", NBI_REASONING_GLM45},      {"glm", NBI_REASONING_GLM45},
-        {"glm4", NBI_REASONING_GLM45},        {"glm47", NBI_REASONING_GLM45},      {"glm4_moe", NBI_REASONING_GLM45},
-        {"glm4-moe", NBI_REASONING_GLM45},    {"glm5", NBI_REASONING_GLM45},       {"deepseek-r1", NBI_REASONING_THINK},
-        {"deepseek_r1", NBI_REASONING_THINK}, {"deepseek-v3", NBI_REASONING_THINK}, {"deepseek_v3", NBI_REASONING_THINK},
+        {"none", NBI_REASONING_NONE},         {"glm45", NBI_REASONING_GLM45},
+        {"glm", NBI_REASONING_GLM45},         {"glm4", NBI_REASONING_GLM45},
+        {"glm47", NBI_REASONING_GLM45},       {"glm4_moe", NBI_REASONING_GLM45},
+        {"glm4-moe", NBI_REASONING_GLM45},    {"glm5", NBI_REASONING_GLM45},
+        {"deepseek-r1", NBI_REASONING_THINK}, {"deepseek_r1", NBI_REASONING_THINK},
+        {"deepseek-v3", NBI_REASONING_THINK}, {"deepseek_v3", NBI_REASONING_THINK},
         {"qwen3", NBI_REASONING_THINK},
     };
     for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
@@ -29,7 +31,8 @@ nb_status nbi_reasoning_by_name(nbi_reasoning_kind *out, const char *name, nb_er
         }
     }
     return nbi_fail(err, NB_INVALID,
-                    "reasoning parser \"%.64s\" is not known; known: none, glm45 (glm, glm4, glm47, glm4_moe, glm5), deepseek-r1, "
+                    "reasoning parser \"%.64s\" is not known; known: none, glm45 (glm, glm4, "
+                    "glm47, glm4_moe, glm5), deepseek-r1, "
                     "deepseek-v3, qwen3",
                     name);
 }
@@ -73,8 +76,10 @@ static void emit(writer *w, nbi_span_kind kind, const char *text, size_t n)
 /* Tags that may come in this phase, NULL-terminated. */
 static const char *const *tags_of(const nbi_reasoning *r)
 {
-    static const char *const start[] = {OPEN, CLOSE, CALL, NULL}, *const inside[] = {CLOSE, CALL, NULL};
-    static const char *const think_start[] = {OPEN, CLOSE, NULL}, *const think_inside[] = {CLOSE, NULL};
+    static const char *const start[] = {OPEN, CLOSE, CALL, NULL}, *const inside[] = {CLOSE, CALL,
+                                                                                     NULL};
+    static const char *const think_start[] = {OPEN, CLOSE, NULL}, *const think_inside[] = {CLOSE,
+                                                                                           NULL};
     static const char *const outside[] = {OPEN, NULL}, *const none[] = {NULL};
     bool glm = r->kind == NBI_REASONING_GLM45;
     switch (r->phase) {
@@ -99,7 +104,8 @@ static const char *match_tag(const char *const *tags, const char *s, size_t n, b
 /* White space held at the start is text after all. */
 static void release_space(nbi_reasoning *r, writer *w)
 {
-    emit(w, r->phase == PHASE_OUTSIDE ? NBI_SPAN_CONTENT : NBI_SPAN_REASONING, r->space, r->n_space);
+    emit(w, r->phase == PHASE_OUTSIDE ? NBI_SPAN_CONTENT : NBI_SPAN_REASONING, r->space,
+         r->n_space);
     r->n_space = 0;
 }
 
@@ -109,7 +115,8 @@ static void enter(nbi_reasoning *r, uint8_t phase)
     if (phase == PHASE_CONTENT) r->closed = true;
 }
 
-/* A whole tag in the current phase. `static_tag` is the constant, so that the span outlives the buffer. */
+/* A whole tag in the current phase. `static_tag` is the constant, so that the span outlives the
+ * buffer. */
 static void take_tag(nbi_reasoning *r, writer *w, const char *static_tag)
 {
     if (strcmp(static_tag, OPEN) == 0) {
@@ -134,15 +141,18 @@ static void leave_start(nbi_reasoning *r, writer *w)
     }
 }
 
-/* Start phases: holds white space. Returns bytes taken; 0 when something else comes or the room is used up. */
+/* Start phases: holds white space. Returns bytes taken; 0 when something else comes or the room is
+ * used up. */
 static size_t take_space(nbi_reasoning *r, const char *text, size_t n)
 {
     size_t i = 0;
-    while (i < n && is_space(text[i]) && r->n_space < NBI_REASONING_SPACE_MAX) r->space[r->n_space++] = text[i++];
+    while (i < n && is_space(text[i]) && r->n_space < NBI_REASONING_SPACE_MAX)
+        r->space[r->n_space++] = text[i++];
     return i;
 }
 
-/* Completes or refutes the tag whose beginning is held; returns bytes of text taken. The held bytes go to `w` as a constant. */
+/* Completes or refutes the tag whose beginning is held; returns bytes of text taken. The held bytes
+ * go to `w` as a constant. */
 static size_t resume_tag(nbi_reasoning *r, writer *w, const char *text, size_t n)
 {
     const char *const *tags = tags_of(r);
@@ -165,9 +175,11 @@ static size_t resume_tag(nbi_reasoning *r, writer *w, const char *text, size_t n
         r->n_tag = (uint8_t)(held + n);
         return n;
     }
-    /* Not a tag. No tag begins inside another's beginning (they have one '<' each), so all of it is text. */
+    /* Not a tag. No tag begins inside another's beginning (they have one '<' each), so all of it is
+     * text. */
     leave_start(r, w);
-    emit(w, r->phase == PHASE_REASONING ? NBI_SPAN_REASONING : NBI_SPAN_CONTENT, before, held + taken);
+    emit(w, r->phase == PHASE_REASONING ? NBI_SPAN_REASONING : NBI_SPAN_CONTENT, before,
+         held + taken);
     r->n_tag = 0;
     return taken;
 }
@@ -223,8 +235,8 @@ size_t nbi_reasoning_finish(nbi_reasoning *r, bool stopped, nbi_span *spans, boo
     return w.n;
 }
 
-void nbi_reasoning_split(nbi_reasoning_kind kind, bool inside, bool stopped, const char *text, size_t n,
-                         nbi_reasoning_parts *out)
+void nbi_reasoning_split(nbi_reasoning_kind kind, bool inside, bool stopped, const char *text,
+                         size_t n, nbi_reasoning_parts *out)
 {
     nbi_reasoning r;
     nbi_span spans[NBI_REASONING_SPANS_MAX];
@@ -232,17 +244,21 @@ void nbi_reasoning_split(nbi_reasoning_kind kind, bool inside, bool stopped, con
     size_t k = nbi_reasoning_push(&r, text, n, spans), end = 0, begin = 0;
     bool unclosed;
     *out = (nbi_reasoning_parts){.reasoning = text, .content = text};
-    /* One push of everything: reasoning is one stretch and content the rest, so lengths place them. */
+    /* One push of everything: reasoning is one stretch and content the rest, so lengths place them.
+     */
     for (size_t i = 0; i < k; i++)
         *(spans[i].kind == NBI_SPAN_REASONING ? &out->n_reasoning : &out->n_content) += spans[i].n;
     k = nbi_reasoning_finish(&r, stopped, spans, &unclosed);
     for (size_t i = 0; i < k; i++)
         *(spans[i].kind == NBI_SPAN_REASONING ? &out->n_reasoning : &out->n_content) += spans[i].n;
     out->content = text + (n - out->n_content);
-    /* Reasoning ends at the text's end, before a </think>, or before the content that a <tool_call> starts. */
+    /* Reasoning ends at the text's end, before a </think>, or before the content that a <tool_call>
+     * starts. */
     end = n - out->n_content;
     size_t close = sizeof CLOSE - 1;
-    if (r.closed && end >= close && out->n_reasoning + close <= end && memcmp(text + end - close, CLOSE, close) == 0) end -= close;
+    if (r.closed && end >= close && out->n_reasoning + close <= end &&
+        memcmp(text + end - close, CLOSE, close) == 0)
+        end -= close;
     begin = end - out->n_reasoning;
     out->reasoning = text + begin;
     out->unclosed = unclosed && out->n_reasoning > 0;

@@ -21,7 +21,8 @@ static nb_status no_memory(nb_error *err)
     return nbi_fail(err, NB_NO_MEMORY, "out of memory for a chat template");
 }
 
-static nb_status set_text(nbi_template *t, nbi_template_text *text, const char *source, size_t n, nb_error *err)
+static nb_status set_text(nbi_template *t, nbi_template_text *text, const char *source, size_t n,
+                          nb_error *err)
 {
     text->id = atomic_fetch_add(&next_id, 1);
     text->n_source = n;
@@ -37,7 +38,8 @@ static nb_status set_variables(nbi_template *t, const char *json, nb_error *err)
     return NB_OK;
 }
 
-nb_status nbi_template_create(nbi_template **out, const char *source, size_t n, const char *variables, nb_error *err)
+nb_status nbi_template_create(nbi_template **out, const char *source, size_t n,
+                              const char *variables, nb_error *err)
 {
     nbi_template *t = nbi_calloc(1, sizeof *t);
     if (!t) return no_memory(err);
@@ -85,16 +87,22 @@ static nb_status read_named(nbi_template *t, const json_t *list, const char *pat
         const json_t *entry = json_array_get(list, i), *source = json_object_get(entry, "template");
         const char *name = json_string_value(json_object_get(entry, "name"));
         if (!name || !json_is_string(source))
-            return nbi_fail(err, NB_CORRUPT, "%s: chat_template entry %zu has no string \"name\" and \"template\"", path, i);
+            return nbi_fail(err, NB_CORRUPT,
+                            "%s: chat_template entry %zu has no string \"name\" and \"template\"",
+                            path, i);
         nbi_template_text *text = strcmp(name, "default") == 0    ? &t->plain
                                   : strcmp(name, "tool_use") == 0 ? &t->tools
                                                                   : NULL;
-        if (text) NB_TRY(set_text(t, text, json_string_value(source), json_string_length(source), err));
+        if (text)
+            NB_TRY(set_text(t, text, json_string_value(source), json_string_length(source), err));
     }
-    return t->plain.source ? NB_OK : nbi_fail(err, NB_NOT_FOUND, "%s: no chat_template is named \"default\"", path);
+    return t->plain.source
+               ? NB_OK
+               : nbi_fail(err, NB_NOT_FOUND, "%s: no chat_template is named \"default\"", path);
 }
 
-static nb_status read_all(nbi_template *t, const char *jinja, const char *config_path, json_t **config, nb_error *err)
+static nb_status read_all(nbi_template *t, const char *jinja, const char *config_path,
+                          json_t **config, nb_error *err)
 {
     if (nbi_file_exists(config_path)) NB_TRY(nbi_json_load(config, config_path, FILE_MAX, err));
     NB_TRY(read_variables(t, *config, err));
@@ -108,16 +116,21 @@ static nb_status read_all(nbi_template *t, const char *jinja, const char *config
     }
     const json_t *source = json_object_get(*config, "chat_template");
     if (json_is_array(source)) return read_named(t, source, config_path, err);
-    if (json_is_string(source)) return set_text(t, &t->plain, json_string_value(source), json_string_length(source), err);
-    return nbi_fail(err, NB_NOT_FOUND, "%s: no such file, and no \"chat_template\" in tokenizer_config.json beside it", jinja);
+    if (json_is_string(source))
+        return set_text(t, &t->plain, json_string_value(source), json_string_length(source), err);
+    return nbi_fail(err, NB_NOT_FOUND,
+                    "%s: no such file, and no \"chat_template\" in tokenizer_config.json beside it",
+                    jinja);
 }
 
 nb_status nbi_template_open(nbi_template **out, const char *dir, nb_error *err)
 {
-    char *jinja = nbi_path_join(dir, "chat_template.jinja"), *config_path = nbi_path_join(dir, "tokenizer_config.json");
+    char *jinja = nbi_path_join(dir, "chat_template.jinja"),
+         *config_path = nbi_path_join(dir, "tokenizer_config.json");
     nbi_template *t = nbi_calloc(1, sizeof *t);
     json_t *config = NULL;
-    nb_status st = jinja && config_path && t ? read_all(t, jinja, config_path, &config, err) : no_memory(err);
+    nb_status st =
+        jinja && config_path && t ? read_all(t, jinja, config_path, &config, err) : no_memory(err);
     json_decref(config);
     nbi_free(jinja);
     nbi_free(config_path);
@@ -143,7 +156,8 @@ void nbi_template_warm(const nbi_template *tmpl)
     nbi_python_warm(tmpl ? &tmpl->plain : NULL);
 }
 
-nb_status nbi_template_render(const nbi_template *tmpl, const char *context, size_t n, nbi_buf *text, nb_error *err)
+nb_status nbi_template_render(const nbi_template *tmpl, const char *context, size_t n,
+                              nbi_buf *text, nb_error *err)
 {
     bool tools = false;
     if (tmpl->tools.source) { /* only then is it worth a look */

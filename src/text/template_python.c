@@ -1,17 +1,21 @@
 /* The embedded CPython (see template.h). The only file that knows Python.
  *
- * One thread owns the interpreter and takes jobs from a queue. A caller that waits is also the watchdog of its job: when the
- * time is over it raises TimeoutError inside the render thread. Which job runs is only changed with the GIL held, so that the
- * exception cannot hit the next one. Python's raw allocator is wrapped to count bytes, and refuses the render thread more than
- * its bound: Python then raises MemoryError. The thread lives until the process ends. */
+ * One thread owns the interpreter and takes jobs from a queue. A caller that waits is also the
+ * watchdog of its job: when the time is over it raises TimeoutError inside the render thread. Which
+ * job runs is only changed with the GIL held, so that the exception cannot hit the next one.
+ * Python's raw allocator is wrapped to count bytes, and refuses the render thread more than its
+ * bound: Python then raises MemoryError. The thread lives until the process ends. */
 #include "text/template.h"
 
 #if !NBI_WITH_PYTHON
 
-nb_status nbi_python_render(const nbi_template_text *text, const char *context, size_t n, nbi_buf *out, nb_error *err)
+nb_status nbi_python_render(const nbi_template_text *text, const char *context, size_t n,
+                            nbi_buf *out, nb_error *err)
 {
     (void)text, (void)context, (void)n, (void)out;
-    return nbi_fail(err, NB_UNSUPPORTED, "this nibble was built without Python (python3-dev), which chat templates need");
+    return nbi_fail(
+        err, NB_UNSUPPORTED,
+        "this nibble was built without Python (python3-dev), which chat templates need");
 }
 
 void nbi_python_warm(const nbi_template_text *text)
@@ -44,11 +48,12 @@ void nbi_python_forget(uint64_t id)
 #define NBI_PYTHON_PROGRAM L"/usr/bin/python3"
 #endif
 #define THREAD_STACK_BYTES ((size_t)16 << 20)
-#define JOB_NS ((uint64_t)NBI_TEMPLATE_SECONDS * 1000000000u)
+#define JOB_NS             ((uint64_t)NBI_TEMPLATE_SECONDS * 1000000000u)
 
 typedef enum job_kind { JOB_RENDER, JOB_WARM, JOB_FORGET } job_kind;
 
-/* A render lives on its caller's stack; the others are on the heap and freed by the render thread. */
+/* A render lives on its caller's stack; the others are on the heap and freed by the render thread.
+ */
 typedef struct job {
     struct job *next;
     job_kind kind;
@@ -71,7 +76,10 @@ static struct {
     /* written with the GIL held */
     const job *running;
     unsigned long thread_id;
-} py = {.lock = PTHREAD_MUTEX_INITIALIZER, .work = PTHREAD_COND_INITIALIZER, .changed = PTHREAD_COND_INITIALIZER, .tail = &py.head};
+} py = {.lock = PTHREAD_MUTEX_INITIALIZER,
+        .work = PTHREAD_COND_INITIALIZER,
+        .changed = PTHREAD_COND_INITIALIZER,
+        .tail = &py.head};
 
 /* ---------------------------------------------------------------- allocator */
 
@@ -82,7 +90,9 @@ static PyObjectArenaAllocator arenas;
 
 static bool over_limit(size_t more)
 {
-    return heap_limit && (more > heap_limit || atomic_load_explicit(&heap_bytes, memory_order_relaxed) > heap_limit - more);
+    return heap_limit &&
+           (more > heap_limit ||
+            atomic_load_explicit(&heap_bytes, memory_order_relaxed) > heap_limit - more);
 }
 
 static void *counted(void *p)
@@ -100,7 +110,9 @@ static void *raw_malloc(void *ctx, size_t n)
 static void *raw_calloc(void *ctx, size_t n, size_t size)
 {
     (void)ctx;
-    return (size && n > SIZE_MAX / size) || over_limit(n * size) ? NULL : counted(raw.calloc(raw.ctx, n, size));
+    return (size && n > SIZE_MAX / size) || over_limit(n * size)
+               ? NULL
+               : counted(raw.calloc(raw.ctx, n, size));
 }
 
 static void raw_free(void *ctx, void *p)
@@ -166,7 +178,8 @@ static nb_status start_python(nb_error *err)
         PyConfig_Clear(&config);
     }
     if (PyStatus_Exception(status))
-        return nbi_fail(err, NB_UNSUPPORTED, "the embedded Python does not start: %s", status.err_msg ? status.err_msg : "no reason");
+        return nbi_fail(err, NB_UNSUPPORTED, "the embedded Python does not start: %s",
+                        status.err_msg ? status.err_msg : "no reason");
     return NB_OK;
 }
 
@@ -207,23 +220,28 @@ static PyObject *make_environment(nb_error *err)
     char text[256];
     bool memory;
     exception_text(NULL, text, sizeof text, &memory);
-    (void)nbi_fail(err, NB_UNSUPPORTED, "chat templates need Jinja2 for the system's Python (python3-jinja2): %s", text);
+    (void)nbi_fail(err, NB_UNSUPPORTED,
+                   "chat templates need Jinja2 for the system's Python (python3-jinja2): %s", text);
     Py_XDECREF(space);
     return NULL;
 }
 
-/* ---------------------------------------------------------------- jobs, in the render thread with the GIL */
+/* ---------------------------------------------------------------- jobs, in the render thread with
+ * the GIL */
 
 static PyObject *call_python(PyObject *space, const job *j)
 {
     const nbi_template_text *t = &j->text;
     if (j->kind == JOB_FORGET)
-        return PyObject_CallFunction(PyDict_GetItemString(space, "forget"), "K", (unsigned long long)t->id);
+        return PyObject_CallFunction(PyDict_GetItemString(space, "forget"), "K",
+                                     (unsigned long long)t->id);
     if (j->kind == JOB_WARM)
-        return PyObject_CallFunction(PyDict_GetItemString(space, "prepare"), "Ky#s", (unsigned long long)t->id, t->source,
-                                     (Py_ssize_t)t->n_source, t->variables);
-    return PyObject_CallFunction(PyDict_GetItemString(space, "render"), "Ky#sy#", (unsigned long long)t->id, t->source,
-                                 (Py_ssize_t)t->n_source, t->variables, j->context, (Py_ssize_t)j->n_context);
+        return PyObject_CallFunction(PyDict_GetItemString(space, "prepare"), "Ky#s",
+                                     (unsigned long long)t->id, t->source, (Py_ssize_t)t->n_source,
+                                     t->variables);
+    return PyObject_CallFunction(PyDict_GetItemString(space, "render"), "Ky#sy#",
+                                 (unsigned long long)t->id, t->source, (Py_ssize_t)t->n_source,
+                                 t->variables, j->context, (Py_ssize_t)j->n_context);
 }
 
 static void take_result(job *j, PyObject *result)
@@ -235,11 +253,14 @@ static void take_result(job *j, PyObject *result)
         PyErr_Clear();
         j->status = nbi_fail(&j->err, NB_INTERNAL, "the chat template gave no text");
     } else if ((size_t)n > NBI_TEMPLATE_OUTPUT_BYTES) {
-        j->status = nbi_fail(&j->err, NB_TOO_LARGE, "the chat template renders to %zd bytes, at most %zu are allowed", n,
+        j->status = nbi_fail(&j->err, NB_TOO_LARGE,
+                             "the chat template renders to %zd bytes, at most %zu are allowed", n,
                              NBI_TEMPLATE_OUTPUT_BYTES);
     } else {
         j->status = nbi_buf_add(j->out, text, (size_t)n);
-        if (j->status != NB_OK) (void)nbi_fail(&j->err, j->status, "no room for %zd bytes of rendered chat template", n);
+        if (j->status != NB_OK)
+            (void)nbi_fail(&j->err, j->status, "no room for %zd bytes of rendered chat template",
+                           n);
     }
 }
 
@@ -249,17 +270,20 @@ static void take_exception(job *j, PyObject *space)
     bool memory;
     exception_text(PyDict_GetItemString(space, "describe"), text, sizeof text, &memory);
     if (j->timed_out)
-        j->status = nbi_fail(&j->err, NB_TOO_LARGE, "the chat template ran longer than %d s", NBI_TEMPLATE_SECONDS);
+        j->status = nbi_fail(&j->err, NB_TOO_LARGE, "the chat template ran longer than %d s",
+                             NBI_TEMPLATE_SECONDS);
     else if (memory)
-        j->status = nbi_fail(&j->err, NB_TOO_LARGE, "the chat template needed more than %zu MiB of memory",
-                             NBI_TEMPLATE_HEAP_BYTES >> 20);
+        j->status =
+            nbi_fail(&j->err, NB_TOO_LARGE, "the chat template needed more than %zu MiB of memory",
+                     NBI_TEMPLATE_HEAP_BYTES >> 20);
     else
         j->status = nbi_fail(&j->err, NB_INVALID, "chat template: %s", text);
 }
 
 static void run_job(PyObject *space, job *j)
 {
-    (void)PyThreadState_SetAsyncExc(py.thread_id, NULL); /* one that came too late for the job before */
+    (void)PyThreadState_SetAsyncExc(py.thread_id,
+                                    NULL); /* one that came too late for the job before */
     py.running = j;
     heap_limit = atomic_load_explicit(&heap_bytes, memory_order_relaxed) + NBI_TEMPLATE_HEAP_BYTES;
     PyObject *result = call_python(space, j);
@@ -343,7 +367,9 @@ static nb_status start_thread(nb_error *err)
         rc = pthread_create(&thread, &attr, render_thread, NULL);
         pthread_attr_destroy(&attr);
     }
-    if (rc != 0) return nbi_fail(err, NB_NO_MEMORY, "cannot start the thread for chat templates: %s", strerror(rc));
+    if (rc != 0)
+        return nbi_fail(err, NB_NO_MEMORY, "cannot start the thread for chat templates: %s",
+                        strerror(rc));
     py.started = true;
     return NB_OK;
 }
@@ -357,7 +383,8 @@ static void enqueue(job *j)
     pthread_cond_signal(&py.work);
 }
 
-/* Raises TimeoutError in the render thread if `j` is still what runs there. Called without the lock. */
+/* Raises TimeoutError in the render thread if `j` is still what runs there. Called without the
+ * lock. */
 static void interrupt(job *j)
 {
     PyGILState_STATE state = PyGILState_Ensure();
@@ -376,12 +403,15 @@ static void wait_for(job *j)
         uint64_t now = nbi_now_ns();
         if (j->started_ns && now - j->started_ns >= JOB_NS) {
             pthread_mutex_unlock(&py.lock);
-            interrupt(j); /* again and again: a template cannot catch it, but a late one may be lost */
+            interrupt(
+                j); /* again and again: a template cannot catch it, but a late one may be lost */
             pthread_mutex_lock(&py.lock);
             if (j->done) break;
             now = nbi_now_ns();
         }
-        uint64_t left = j->started_ns && now - j->started_ns < JOB_NS ? JOB_NS - (now - j->started_ns) : JOB_NS / 20;
+        uint64_t left = j->started_ns && now - j->started_ns < JOB_NS
+                            ? JOB_NS - (now - j->started_ns)
+                            : JOB_NS / 20;
         clock_gettime(CLOCK_REALTIME, &until);
         left += (uint64_t)until.tv_nsec;
         until.tv_sec += (time_t)(left / 1000000000u);
@@ -391,7 +421,8 @@ static void wait_for(job *j)
     pthread_mutex_unlock(&py.lock);
 }
 
-nb_status nbi_python_render(const nbi_template_text *text, const char *context, size_t n, nbi_buf *out, nb_error *err)
+nb_status nbi_python_render(const nbi_template_text *text, const char *context, size_t n,
+                            nbi_buf *out, nb_error *err)
 {
     job j = {.kind = JOB_RENDER, .text = *text, .context = context, .n_context = n, .out = out};
     pthread_mutex_lock(&py.lock);

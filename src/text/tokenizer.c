@@ -1,7 +1,8 @@
 /* Encoding and decoding with a parsed tokenizer (see tokenizer.h).
  *
- * Text passes: added tokens of the raw text -> valid and invalid UTF-8 -> normalizer -> added tokens of the normal text ->
- * pre-tokenizer -> BPE. Working memory comes from a small stock that encodes of all threads take from and give back to. */
+ * Text passes: added tokens of the raw text -> valid and invalid UTF-8 -> normalizer -> added
+ * tokens of the normal text -> pre-tokenizer -> BPE. Working memory comes from a small stock that
+ * encodes of all threads take from and give back to. */
 #include "text/tokenizer.h"
 
 #include <string.h>
@@ -9,7 +10,7 @@
 #include "text/tokenizer_impl.h"
 #include "text/unicode.h"
 
-#define IDLE_MAX 16                  /* encoders kept for later */
+#define IDLE_MAX   16                /* encoders kept for later */
 #define KEEP_BYTES ((size_t)4 << 20) /* larger buffers are not kept */
 
 nb_status nbi_ids_grow(nbi_ids *ids)
@@ -54,7 +55,8 @@ static nb_status encoder_take(nbi_encoder_stock *t, nbi_encoder **out, nb_error 
     pthread_mutex_unlock(&t->lock);
     if (!e) {
         e = nbi_calloc(1, sizeof *e);
-        if (!e || nbi_bpe_scratch_create(&e->bpe) != NB_OK || nbi_matcher_create(&e->matcher, NULL) != NB_OK) {
+        if (!e || nbi_bpe_scratch_create(&e->bpe) != NB_OK ||
+            nbi_matcher_create(&e->matcher, NULL) != NB_OK) {
             encoder_destroy(&e);
             return nbi_fail(err, NB_NO_MEMORY, "out of memory for encoding");
         }
@@ -131,11 +133,13 @@ static nb_status encode_piece(void *arg, const uint8_t *piece, size_t n)
     return nbi_bpe_encode(j->t->bpe, j->e->bpe, piece, n, j->ids) == NB_OK ? NB_OK : no_memory(j);
 }
 
-/* Valid, normalized text without added tokens. `base` is unused: the signature is that of a part_fn. */
+/* Valid, normalized text without added tokens. `base` is unused: the signature is that of a
+ * part_fn. */
 static nb_status encode_words(job *j, const char *text, size_t n, size_t base)
 {
     (void)base;
-    return nbi_pretok_run(j->t->pretok, j->e->matcher, &j->e->prefix, text, n, encode_piece, j, j->err);
+    return nbi_pretok_run(j->t->pretok, j->e->matcher, &j->e->prefix, text, n, encode_piece, j,
+                          j->err);
 }
 
 static bool touches_plain(const job *j, size_t begin, size_t end)
@@ -162,7 +166,8 @@ static bool word_before(const char *text, size_t at)
 static bool word_after(const char *text, size_t n, size_t at)
 {
     uint32_t cp;
-    return at < n && nbi_utf8_read(&cp, (const uint8_t *)text + at, n - at) && nbi_unicode_is_word(cp);
+    return at < n && nbi_utf8_read(&cp, (const uint8_t *)text + at, n - at) &&
+           nbi_unicode_is_word(cp);
 }
 
 static size_t spaces_before(const char *text, size_t from, size_t at)
@@ -170,7 +175,8 @@ static size_t spaces_before(const char *text, size_t from, size_t at)
     uint32_t cp;
     while (at > from) {
         size_t k = nbi_utf8_back((const uint8_t *)text + from, at - from);
-        if (!nbi_utf8_read(&cp, (const uint8_t *)text + at - k, k) || !nbi_unicode_is_space(cp)) break;
+        if (!nbi_utf8_read(&cp, (const uint8_t *)text + at - k, k) || !nbi_unicode_is_space(cp))
+            break;
         at -= k;
     }
     return at;
@@ -189,9 +195,11 @@ static size_t spaces_after(const char *text, size_t n, size_t at)
 
 typedef nb_status (*part_fn)(job *j, const char *text, size_t n, size_t base);
 
-/* Emits the added tokens of `set` in text[0..n) and hands what lies between them to `part`. `base` is the place of text[0] in
- * the original. Matches are those of the reference: leftmost, longest, the next search begins behind the bare match. */
-static nb_status split_added(job *j, const nbi_added_set *set, const char *text, size_t n, size_t base, part_fn part)
+/* Emits the added tokens of `set` in text[0..n) and hands what lies between them to `part`. `base`
+ * is the place of text[0] in the original. Matches are those of the reference: leftmost, longest,
+ * the next search begins behind the bare match. */
+static nb_status split_added(job *j, const nbi_added_set *set, const char *text, size_t n,
+                             size_t base, part_fn part)
 {
     size_t done = 0, from = 0, start, length;
     int32_t index;
@@ -218,11 +226,13 @@ static nb_status encode_valid(job *j, const char *text, size_t n, size_t base)
 {
     bool look = j->special && j->t->normal.n > 0;
     if (j->t->normalizer) {
-        /* Guarded ranges are places in the original; normal text has none, so a touched part gets no such tokens at all. */
+        /* Guarded ranges are places in the original; normal text has none, so a touched part gets
+         * no such tokens at all. */
         if (j->n_plain && touches_plain(j, base, base + n)) look = false;
         nbi_buf_clear(&j->e->normal);
         if (nbi_buf_add(&j->e->normal, text, n) != NB_OK) return no_memory(j);
-        NB_TRY(nbi_normalizer_run(j->t->normalizer, j->e->matcher, &j->e->normal, &j->e->spare, j->err));
+        NB_TRY(nbi_normalizer_run(j->t->normalizer, j->e->matcher, &j->e->normal, &j->e->spare,
+                                  j->err));
         text = j->e->normal.data;
         n = j->e->normal.len;
         if (n == 0) return NB_OK;
@@ -232,7 +242,8 @@ static nb_status encode_valid(job *j, const char *text, size_t n, size_t base)
             return split_added(&free_job, &j->t->normal, text, n, base, encode_words);
         }
     }
-    return look ? split_added(j, &j->t->normal, text, n, base, encode_words) : encode_words(j, text, n, base);
+    return look ? split_added(j, &j->t->normal, text, n, base, encode_words)
+                : encode_words(j, text, n, base);
 }
 
 static nb_status encode_part(job *j, const char *text, size_t n, size_t base)
@@ -250,27 +261,35 @@ static nb_status encode_part(job *j, const char *text, size_t n, size_t base)
     return NB_OK;
 }
 
-static nb_status encode(const nbi_tokenizer *tokenizer, const char *text, size_t n, bool special, const nbi_range *plain,
-                        size_t n_plain, nbi_ids *ids, nb_error *err)
+static nb_status encode(const nbi_tokenizer *tokenizer, const char *text, size_t n, bool special,
+                        const nbi_range *plain, size_t n_plain, nbi_ids *ids, nb_error *err)
 {
-    if (n >= (size_t)1 << 31) return nbi_fail(err, NB_TOO_LARGE, "%zu bytes of text, expected less than 2^31", n);
-    job j = {.t = tokenizer, .ids = ids, .plain = plain, .n_plain = n_plain, .special = special, .err = err};
+    if (n >= (size_t)1 << 31)
+        return nbi_fail(err, NB_TOO_LARGE, "%zu bytes of text, expected less than 2^31", n);
+    job j = {.t = tokenizer,
+             .ids = ids,
+             .plain = plain,
+             .n_plain = n_plain,
+             .special = special,
+             .err = err};
     NB_TRY(encoder_take(tokenizer->stock, &j.e, err));
     size_t before = ids->len;
-    nb_status st = special ? split_added(&j, &tokenizer->raw, text, n, 0, encode_part) : encode_part(&j, text, n, 0);
+    nb_status st = special ? split_added(&j, &tokenizer->raw, text, n, 0, encode_part)
+                           : encode_part(&j, text, n, 0);
     if (st != NB_OK) ids->len = before;
     encoder_give(tokenizer->stock, j.e);
     return st;
 }
 
-nb_status nbi_tokenizer_encode(const nbi_tokenizer *tokenizer, const char *text, size_t n, bool parse_special, nbi_ids *ids,
-                               nb_error *err)
+nb_status nbi_tokenizer_encode(const nbi_tokenizer *tokenizer, const char *text, size_t n,
+                               bool parse_special, nbi_ids *ids, nb_error *err)
 {
     return encode(tokenizer, text, n, parse_special, NULL, 0, ids, err);
 }
 
-nb_status nbi_tokenizer_encode_guarded(const nbi_tokenizer *tokenizer, const char *text, size_t n, const nbi_range *plain,
-                                       size_t n_plain, nbi_ids *ids, nb_error *err)
+nb_status nbi_tokenizer_encode_guarded(const nbi_tokenizer *tokenizer, const char *text, size_t n,
+                                       const nbi_range *plain, size_t n_plain, nbi_ids *ids,
+                                       nb_error *err)
 {
     return encode(tokenizer, text, n, true, plain, n_plain, ids, err);
 }
@@ -322,21 +341,22 @@ size_t nbi_added_tokens(const nbi_tokenizer *tokenizer, const nbi_added_token **
     return tokenizer->n_added;
 }
 
-nb_status nbi_tokenizer_decode(const nbi_tokenizer *tokenizer, const int32_t *ids, size_t n, bool skip_special, char **text,
-                               size_t *n_bytes, nb_error *err)
+nb_status nbi_tokenizer_decode(const nbi_tokenizer *tokenizer, const int32_t *ids, size_t n,
+                               bool skip_special, char **text, size_t *n_bytes, nb_error *err)
 {
     nbi_buf out = {0};
     nb_status st = nbi_buf_reserve(&out, n * 4 + 1);
     for (size_t i = 0; i < n && st == NB_OK; i++) {
         size_t len;
         if (ids[i] < 0 || (uint32_t)ids[i] >= nbi_tokenizer_size(tokenizer)) {
-            st = nbi_fail(err, NB_INVALID, "token id %d at position %zu, expected 0 to %u", ids[i], i,
-                          nbi_tokenizer_size(tokenizer) - 1);
+            st = nbi_fail(err, NB_INVALID, "token id %d at position %zu, expected 0 to %u", ids[i],
+                          i, nbi_tokenizer_size(tokenizer) - 1);
             nbi_buf_free(&out);
             return st;
         }
         const char *bytes = nbi_token_bytes(tokenizer, ids[i], &len);
-        if (bytes && !(skip_special && nbi_token_is_special(tokenizer, ids[i]))) st = nbi_buf_add(&out, bytes, len);
+        if (bytes && !(skip_special && nbi_token_is_special(tokenizer, ids[i])))
+            st = nbi_buf_add(&out, bytes, len);
     }
     if (st != NB_OK) {
         nbi_buf_free(&out);

@@ -13,7 +13,7 @@
 extern "C" {
 #endif
 
-#define NBI_TOKEN_ADDED 1
+#define NBI_TOKEN_ADDED   1
 #define NBI_TOKEN_SPECIAL 2
 
 /* What one encode needs besides the tokenizer; kept for the next one. */

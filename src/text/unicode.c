@@ -63,8 +63,8 @@ int nbi_unicode_category(uint32_t cp)
 bool nbi_unicode_is_space(uint32_t cp)
 {
     if (cp < 0x80) return cp == ' ' || (cp >= 9 && cp <= 13);
-    return cp == 0x85 || cp == 0xA0 || cp == 0x1680 || (cp >= 0x2000 && cp <= 0x200A) || cp == 0x2028 || cp == 0x2029 ||
-           cp == 0x202F || cp == 0x205F || cp == 0x3000;
+    return cp == 0x85 || cp == 0xA0 || cp == 0x1680 || (cp >= 0x2000 && cp <= 0x200A) ||
+           cp == 0x2028 || cp == 0x2029 || cp == 0x202F || cp == 0x205F || cp == 0x3000;
 }
 
 bool nbi_unicode_is_word(uint32_t cp)
@@ -92,14 +92,17 @@ static uint8_t class_of(uint32_t cp, int category)
 {
     if (nbi_unicode_is_space(cp))
         return cp == '\r' || cp == '\n' ? NBI_CLASS_SPACE | NBI_CLASS_NEWLINE : NBI_CLASS_SPACE;
-    if (category >= UTF8PROC_CATEGORY_LU && category <= UTF8PROC_CATEGORY_LO) return NBI_CLASS_LETTER;
-    if (category >= UTF8PROC_CATEGORY_ND && category <= UTF8PROC_CATEGORY_NO) return NBI_CLASS_NUMBER;
+    if (category >= UTF8PROC_CATEGORY_LU && category <= UTF8PROC_CATEGORY_LO)
+        return NBI_CLASS_LETTER;
+    if (category >= UTF8PROC_CATEGORY_ND && category <= UTF8PROC_CATEGORY_NO)
+        return NBI_CLASS_NUMBER;
     return 0;
 }
 
 static void class_fill(void)
 {
-    for (uint32_t cp = 0; cp < 0x20000; cp++) nbi_char_class_low[cp] = class_of(cp, utf8proc_category((int32_t)cp));
+    for (uint32_t cp = 0; cp < 0x20000; cp++)
+        nbi_char_class_low[cp] = class_of(cp, utf8proc_category((int32_t)cp));
     for (size_t i = 0; i < sizeof extra / sizeof *extra; i++)
         for (uint32_t cp = extra[i].first; cp <= extra[i].last && cp < 0x20000; cp++)
             nbi_char_class_low[cp] = class_of(cp, extra[i].category);

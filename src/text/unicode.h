@@ -1,6 +1,8 @@
-/* Reading UTF-8 quickly, and Unicode properties. Callers: every file of text/; fuzzed by tests/fuzz/fuzz_utf8.c.
+/* Reading UTF-8 quickly, and Unicode properties. Callers: every file of text/; fuzzed by
+ * tests/fuzz/fuzz_utf8.c.
  *
- * "Valid" is the definition of the Unicode standard: no surrogates, no overlong forms, nothing above U+10FFFF. */
+ * "Valid" is the definition of the Unicode standard: no surrogates, no overlong forms, nothing
+ * above U+10FFFF. */
 #pragma once
 
 #include <stdbool.h>
@@ -13,8 +15,8 @@ extern "C" {
 
 #define NBI_REPLACEMENT "\xEF\xBF\xBD" /* U+FFFD */
 
-/* Reads the first character of s[0..n), n >= 1. Returns its length 1..4 and sets *cp; 0 when the bytes are not the start of
- * a valid character or the character is cut; *cp is then untouched. */
+/* Reads the first character of s[0..n), n >= 1. Returns its length 1..4 and sets *cp; 0 when the
+ * bytes are not the start of a valid character or the character is cut; *cp is then untouched. */
 static inline size_t nbi_utf8_read(uint32_t *cp, const uint8_t *s, size_t n)
 {
     uint32_t c = s[0];
@@ -44,9 +46,9 @@ static inline size_t nbi_utf8_read(uint32_t *cp, const uint8_t *s, size_t n)
 /* Bytes of the longest prefix of s[0..n) that is valid UTF-8 (whole characters). */
 size_t nbi_utf8_valid_prefix(const uint8_t *s, size_t n);
 
-/* For bytes that do not start with a valid character (n >= 1): how many of them one U+FFFD stands for, the "maximal subpart"
- * of the Unicode standard (what Python, Rust and browsers do), 1..3. *cut is true when s[0..n) is all of it and more bytes
- * could still complete a character. */
+/* For bytes that do not start with a valid character (n >= 1): how many of them one U+FFFD stands
+ * for, the "maximal subpart" of the Unicode standard (what Python, Rust and browsers do), 1..3.
+ * *cut is true when s[0..n) is all of it and more bytes could still complete a character. */
 size_t nbi_utf8_bad_length(const uint8_t *s, size_t n, bool *cut);
 
 /* Length of the character that ends at s + n (n >= 1, s[0..n) valid). */
@@ -57,22 +59,25 @@ static inline size_t nbi_utf8_back(const uint8_t *s, size_t n)
     return k;
 }
 
-/* General category, a UTF8PROC_CATEGORY_* value, as of the newest of utf8proc and unicode_extra.h. */
+/* General category, a UTF8PROC_CATEGORY_* value, as of the newest of utf8proc and unicode_extra.h.
+ */
 int nbi_unicode_category(uint32_t cp);
 
 /* The White_Space property (what `\s` means in the reference encoder). */
 bool nbi_unicode_is_space(uint32_t cp);
 
-/* Letters, marks, decimal digits, letter numbers and connector punctuation: a character of a word. */
+/* Letters, marks, decimal digits, letter numbers and connector punctuation: a character of a word.
+ */
 bool nbi_unicode_is_word(uint32_t cp);
 
 /* Classes for the hand-written scanners: one byte per character, made once per process. */
-#define NBI_CLASS_LETTER 1
-#define NBI_CLASS_NUMBER 2
-#define NBI_CLASS_SPACE 4
+#define NBI_CLASS_LETTER  1
+#define NBI_CLASS_NUMBER  2
+#define NBI_CLASS_SPACE   4
 #define NBI_CLASS_NEWLINE 8 /* \r and \n, together with NBI_CLASS_SPACE */
 
-/* Makes the table; must have returned once before nbi_char_class() is used by any thread. Thread-safe. */
+/* Makes the table; must have returned once before nbi_char_class() is used by any thread.
+ * Thread-safe. */
 void nbi_char_class_init(void);
 extern uint8_t nbi_char_class_low[0x20000]; /* planes 0 and 1 */
 uint8_t nbi_char_class_high(uint32_t cp);

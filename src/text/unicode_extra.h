@@ -1,5 +1,6 @@
-/* Made by tools/text/gen_unicode_extra.py with tokenizers 0.23.3: characters assigned after Unicode 14.0,
- * first, last and general category. X is called once per range, in order of category. */
+/* Made by tools/text/gen_unicode_extra.py with tokenizers 0.23.3: characters assigned after
+ * Unicode 14.0, first, last and general category. X is called once per range, in order of category.
+ */
 #pragma once
 
 /* clang-format off */
