@@ -192,7 +192,8 @@ static void log_from_many_threads(void **state)
     lines l = {.lock = PTHREAD_MUTEX_INITIALIZER};
     nb_log_set_sink(keep_line, &l, NB_LOG_INFO);
     pthread_t threads[4];
-    for (int i = 0; i < 4; i++) pthread_create(&threads[i], NULL, log_much, "line");
+    char text[] = "line";
+    for (int i = 0; i < 4; i++) pthread_create(&threads[i], NULL, log_much, text);
     for (int i = 0; i < 4; i++) pthread_join(threads[i], NULL);
     nb_log_set_sink(NULL, NULL, NB_LOG_INFO);
     assert_int_equal(l.n, 4000);
