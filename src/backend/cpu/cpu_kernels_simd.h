@@ -42,6 +42,13 @@ INLINE void pack_pairs(float *to, const float *x, uint32_t n)
 {
     for (uint32_t c = 0; c < n; c += PAIR) {
         const uint32_t left = n - c < PAIR ? n - c : PAIR;
+        if (left == PAIR) {
+            vf a = v_load(x + c), b = v_load(x + c + VW);
+            v_split(&a, &b);
+            v_store(to + c, a);
+            v_store(to + c + VW, b);
+            continue;
+        }
         for (uint32_t i = 0; i < VW; i++) {
             to[c + i] = 2 * i < left ? x[c + 2 * i] : 0.0f;
             to[c + VW + i] = 2 * i + 1 < left ? x[c + 2 * i + 1] : 0.0f;
@@ -49,38 +56,74 @@ INLINE void pack_pairs(float *to, const float *x, uint32_t n)
     }
 }
 
-INLINE void dots_bf16(vf acc[DW][DX], const float *packed, const void *const *w, uint32_t n)
+/* acc[j][i] += the product of x row i and matrix row w[j][i]. `wide` (one row of x): the tile's DW
+ * x DX matrix rows all differ and meet x row 0; otherwise w[j][0] serves all i. */
+INLINE void dots_bf16(vf acc[DW][DX], const float *packed, const void *w[DW][DX], uint32_t n,
+                      bool wide)
 {
     for (uint32_t c = 0; c < n; c += PAIR) {
         const float *x = packed + c;
-        vf even[DW], odd[DW];
         for (uint32_t j = 0; j < DW; j++) {
-            const uint16_t *row = (const uint16_t *)w[j] + c;
-            const vh h = n - c >= PAIR ? v_load_h(row) : v_load_h_n(row, n - c);
-            even[j] = v_even(h);
-            odd[j] = v_odd(h);
-        }
-        for (uint32_t i = 0; i < DX; i++) {
-            const vf a = v_load(x + i * DOT_MAX), b = v_load(x + i * DOT_MAX + VW);
-            for (uint32_t j = 0; j < DW; j++)
-                acc[j][i] = v_fma(b, odd[j], v_fma(a, even[j], acc[j][i]));
+            vf even = v_zero(), odd = v_zero();
+            for (uint32_t i = 0; i < DX; i++) {
+                if (i == 0 || wide) {
+                    const uint16_t *row = (const uint16_t *)w[j][i] + c;
+                    const vh h = n - c >= PAIR ? v_load_h(row) : v_load_h_n(row, n - c);
+                    even = v_even(h);
+                    odd = v_odd(h);
+                }
+                const float *xi = wide ? x : x + i * DOT_MAX;
+                acc[j][i] = v_fma(v_load(xi + VW), odd, v_fma(v_load(xi), even, acc[j][i]));
+            }
         }
     }
 }
 
-INLINE void dots_f32(vf acc[DW][DX], const float *const *x, const void *const *w, uint32_t n)
+INLINE void dots_f32(vf acc[DW][DX], const float *const *x, const void *w[DW][DX], uint32_t n,
+                     bool wide)
 {
     for (uint32_t c = 0; c < n; c += VW) {
         const bool whole = n - c >= VW;
-        vf b[DW];
         for (uint32_t j = 0; j < DW; j++) {
-            const float *row = (const float *)w[j] + c;
-            b[j] = whole ? v_load(row) : v_load_n(row, n - c);
+            vf b = v_zero();
+            for (uint32_t i = 0; i < DX; i++) {
+                const float *row = (const float *)w[j][i] + c, *xi = x[wide ? 0 : i] + c;
+                if (i == 0 || wide) b = whole ? v_load(row) : v_load_n(row, n - c);
+                acc[j][i] = v_fma(whole ? v_load(xi) : v_load_n(xi, n - c), b, acc[j][i]);
+            }
         }
-        for (uint32_t i = 0; i < DX; i++) {
-            const vf a = whole ? v_load(x[i] + c) : v_load_n(x[i] + c, n - c);
-            for (uint32_t j = 0; j < DW; j++) acc[j][i] = v_fma(a, b[j], acc[j][i]);
-        }
+    }
+}
+
+/* One tile; sums[i][j] of x row i and matrix row j, or of matrix row i * DW + j when wide. */
+INLINE void dots_tile(float sums[DX][DW], const float *packed, const float *const *x,
+                      const void *w[DW][DX], nbi_dtype dtype, uint32_t n, float scale, bool wide)
+{
+    vf acc[DW][DX];
+    for (uint32_t j = 0; j < DW; j++)
+        for (uint32_t i = 0; i < DX; i++) acc[j][i] = v_zero();
+    if (dtype == NBI_BF16)
+        dots_bf16(acc, packed, w, n, wide);
+    else
+        dots_f32(acc, x, w, n, wide);
+    reduce_tile(sums, acc, scale);
+}
+
+/* One row of x against all rows: DW * DX of them per tile. */
+static void dots_one(float *out, const float *packed, const float *x, const void *const *rows,
+                     nbi_dtype dtype, uint32_t n_rows, uint32_t n, float scale)
+{
+    const float *xs[DX] = {x};
+    for (uint32_t j0 = 0; j0 < n_rows; j0 += DW * DX) {
+        const uint32_t nj = n_rows - j0 < DW * DX ? n_rows - j0 : DW * DX;
+        const void *w[DW][DX];
+        for (uint32_t k = 0; k < DW * DX; k++) w[k % DW][k / DW] = rows[j0 + (k < nj ? k : nj - 1)];
+        float sums[DX][DW];
+        if (dtype == NBI_BF16)
+            dots_tile(sums, packed, xs, w, NBI_BF16, n, scale, true);
+        else
+            dots_tile(sums, packed, xs, w, NBI_F32, n, scale, true);
+        memcpy(out + j0, sums, nj * sizeof(float));
     }
 }
 
@@ -94,20 +137,22 @@ static void dots(float *out, size_t ldo, const float *x, size_t ldx, uint32_t n_
         const float *xs[DX];
         for (uint32_t i = 0; i < DX; i++) xs[i] = x + (i0 + (i < ni ? i : ni - 1)) * ldx;
         if (dtype == NBI_BF16)
-            for (uint32_t i = 0; i < DX; i++) pack_pairs(packed + i * DOT_MAX, xs[i], n);
+            for (uint32_t i = 0; i < ni; i++) pack_pairs(packed + i * DOT_MAX, xs[i], n);
+        if (ni == 1) {
+            dots_one(out + i0 * ldo, packed, xs[0], rows, dtype, n_rows, n, scale);
+            continue;
+        }
+        for (uint32_t i = ni; i < DX && dtype == NBI_BF16; i++)
+            memcpy(packed + i * DOT_MAX, packed, (n + PAIR - 1) / PAIR * PAIR * sizeof(float));
         for (uint32_t j0 = 0; j0 < n_rows; j0 += DW) {
             const uint32_t nj = n_rows - j0 < DW ? n_rows - j0 : DW;
-            const void *w[DW];
-            for (uint32_t j = 0; j < DW; j++) w[j] = rows[j0 + (j < nj ? j : nj - 1)];
-            vf acc[DW][DX];
-            for (uint32_t j = 0; j < DW; j++)
-                for (uint32_t i = 0; i < DX; i++) acc[j][i] = v_zero();
-            if (dtype == NBI_BF16)
-                dots_bf16(acc, packed, w, n);
-            else
-                dots_f32(acc, xs, w, n);
+            const void *w[DW][DX];
+            for (uint32_t j = 0; j < DW; j++) w[j][0] = rows[j0 + (j < nj ? j : nj - 1)];
             float sums[DX][DW];
-            reduce_tile(sums, acc, scale);
+            if (dtype == NBI_BF16)
+                dots_tile(sums, packed, xs, w, NBI_BF16, n, scale, false);
+            else
+                dots_tile(sums, packed, xs, w, NBI_F32, n, scale, false);
             for (uint32_t i = 0; i < ni; i++)
                 memcpy(out + (i0 + i) * ldo + j0, sums[i], nj * sizeof(float));
         }
@@ -160,19 +205,20 @@ INLINE void mix_close(float *o, vf acc[4], nbi_dtype dtype)
 }
 
 INLINE void mix_tile(float *const *o, const float *const *p, const void *const *rows,
-                     nbi_dtype dtype, uint32_t n_rows, uint32_t c, uint32_t cols, bool whole)
+                     nbi_dtype dtype, uint32_t n_rows, uint32_t c, uint32_t cols, bool whole,
+                     uint32_t height)
 {
     vf acc[DX][4];
-    for (uint32_t i = 0; i < DX; i++) mix_open(acc[i], o[i], dtype);
+    for (uint32_t i = 0; i < height; i++) mix_open(acc[i], o[i], dtype);
     for (uint32_t j = 0; j < n_rows; j++) {
         vf b[4];
         mix_load(b, rows[j], dtype, c, cols, whole);
-        for (uint32_t i = 0; i < DX; i++) {
+        for (uint32_t i = 0; i < height; i++) {
             const vf a = v_set1(p[i][j]);
             for (uint32_t k = 0; k < 4; k++) acc[i][k] = v_fma(a, b[k], acc[i][k]);
         }
     }
-    for (uint32_t i = DX; i-- > 0;) mix_close(o[i], acc[i], dtype);
+    for (uint32_t i = height; i-- > 0;) mix_close(o[i], acc[i], dtype);
 }
 
 INLINE void mix_typed(float *out, size_t ldo, const float *p, size_t ldp, uint32_t n_p,
@@ -195,10 +241,12 @@ INLINE void mix_typed(float *out, size_t ldo, const float *p, size_t ldp, uint32
                 }
                 os[i] = edge ? buf[i] : o;
             }
-            if (cols == STRIP)
-                mix_tile(os, ps, rows, dtype, n_rows, c, STRIP, true);
+            if (cols == STRIP && ni == 1)
+                mix_tile(os, ps, rows, dtype, n_rows, c, STRIP, true, 1);
+            else if (cols == STRIP)
+                mix_tile(os, ps, rows, dtype, n_rows, c, STRIP, true, DX);
             else
-                mix_tile(os, ps, rows, dtype, n_rows, c, cols, false);
+                mix_tile(os, ps, rows, dtype, n_rows, c, cols, false, DX);
             if (edge)
                 for (uint32_t i = 0; i < ni; i++)
                     memcpy(out + (i0 + i) * ldo + c, buf[i], cols * sizeof(float));
