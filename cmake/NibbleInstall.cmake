@@ -6,6 +6,8 @@ if(TARGET nibble)
     install(TARGETS nibble RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR})
 endif()
 
+# Relative to where the file lies, so that an installation can be moved.
+file(RELATIVE_PATH pc_to_prefix ${CMAKE_INSTALL_FULL_LIBDIR}/pkgconfig ${CMAKE_INSTALL_PREFIX})
 configure_file(${PROJECT_SOURCE_DIR}/cmake/nibble.pc.in ${CMAKE_BINARY_DIR}/nibble.pc @ONLY)
 install(FILES ${CMAKE_BINARY_DIR}/nibble.pc DESTINATION ${CMAKE_INSTALL_LIBDIR}/pkgconfig)
 
