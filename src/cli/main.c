@@ -11,8 +11,11 @@ static const struct row {
     const char *text;
 } rows[] = {
     {"inspect", nbi_cmd_inspect, "what a checkpoint holds and whether it can run"},
+    {"quantize", nbi_cmd_quantize, "BF16 weights to NVFP4"},
     {"score", nbi_cmd_score, "log-likelihood, perplexity and logits of given tokens"},
+    {"serve", nbi_cmd_serve, "the OpenAI API over HTTP"},
     {"synth", nbi_cmd_synth, "a checkpoint of random weights in the shape of a real model"},
+    {"tokenize", nbi_cmd_tokenize, "text to token ids and back"},
 };
 
 static void print_help(FILE *to)

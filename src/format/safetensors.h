@@ -37,6 +37,8 @@ void nbi_checkpoint_close(nbi_checkpoint **checkpoint);
 size_t nbi_checkpoint_count(const nbi_checkpoint *checkpoint);
 const nbi_st_tensor *nbi_checkpoint_at(const nbi_checkpoint *checkpoint,
                                        size_t i); /* file order, then offset order */
+/* The i of nbi_checkpoint_at() for a tensor of this checkpoint. */
+size_t nbi_checkpoint_index(const nbi_checkpoint *checkpoint, const nbi_st_tensor *tensor);
 size_t nbi_checkpoint_files(const nbi_checkpoint *checkpoint);
 const char *nbi_checkpoint_file(const nbi_checkpoint *checkpoint, uint32_t file); /* base name */
 const char *nbi_checkpoint_dir(const nbi_checkpoint *checkpoint); /* as given to open */

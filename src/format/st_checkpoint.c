@@ -359,6 +359,12 @@ const nbi_st_tensor *nbi_checkpoint_at(const nbi_checkpoint *checkpoint, size_t 
     return &checkpoint->tensors[i];
 }
 
+size_t nbi_checkpoint_index(const nbi_checkpoint *checkpoint, const nbi_st_tensor *tensor)
+{
+    NB_ASSERT(tensor >= checkpoint->tensors && tensor < checkpoint->tensors + checkpoint->n);
+    return (size_t)(tensor - checkpoint->tensors);
+}
+
 size_t nbi_checkpoint_unused(const nbi_checkpoint *checkpoint, size_t from)
 {
     while (from < checkpoint->n && checkpoint->tensors[from].used) from++;
