@@ -109,7 +109,10 @@ typedef struct nb_engine_options {
     uint64_t kv_tokens;    /* tokens of the KV pool; 0: as many as the memory plan allows, at most 4
                               contexts */
     uint64_t memory_bytes; /* 0: what the machine (or its cgroup) has free */
-    nb_progress progress;  /* optional */
+    const char *schedule_policy; /* "fcfs" (default): first come, first served; "lpm": longest
+                                    cached prefix first */
+    bool disable_prefix_cache;   /* do not keep pages for requests that begin alike */
+    nb_progress progress;        /* optional */
     void *progress_user;
 } nb_engine_options;
 
@@ -154,10 +157,17 @@ typedef struct nb_engine_stats {
     uint64_t kv_tokens_used;
     uint64_t n_steps, prompt_tokens, generated_tokens;
     uint64_t requests_finished, requests_failed, requests_cancelled;
-    uint64_t preemptions; /* requests put back into the queue for want of pages */
+    uint64_t kv_tokens_cached; /* in pages nobody uses now, ready for a request that begins alike */
+    uint64_t prefix_hit_tokens,
+        prefix_query_tokens; /* prompt tokens found in the cache, of all prompt tokens */
+    uint64_t preemptions;    /* requests put back into the queue for want of pages */
 } nb_engine_stats;
 
 void nb_engine_get_stats(nb_engine *engine, nb_engine_stats *stats);
+
+/* Forgets every cached prefix before the next step. NB_BUSY, and nothing happens, while requests
+ * run or wait. */
+nb_status nb_engine_flush_cache(nb_engine *engine, nb_error *error);
 
 /* Non-NULL once the engine cannot serve any more (the sentence why). */
 const char *nb_engine_failure(nb_engine *engine);
@@ -213,6 +223,7 @@ typedef struct nb_request_options {
     const int32_t *prompt; /* [n_prompt] ids, 0 <= id < vocab_size */
     size_t n_prompt;       /* >= 1 */
     nb_sampling sampling;
+    int32_t priority;           /* lower goes first; 0 is usual */
     void (*notify)(void *user); /* optional: called from the engine's thread when something can be
                                    read; must not block */
     void *notify_user;
@@ -261,6 +272,9 @@ nb_status nb_request_read(nb_request *request, nb_event *event, int timeout_ms, 
 /* Ends a request: its pages are free within one step, the next event read carries
  * NB_FINISH_CANCELLED. */
 void nb_request_cancel(nb_request *request);
+
+/* Prompt tokens that were found in the prefix cache; 0 until the request was first admitted. */
+uint32_t nb_request_cached_tokens(const nb_request *request);
 
 /* The sentence of NB_FINISH_ERROR; empty otherwise. */
 const char *nb_request_error(const nb_request *request);

@@ -57,6 +57,13 @@ static const char *last_part(nb_engine *e, const char *path)
     return nbi_arena_strndup(&e->strings, path + begin, n - begin);
 }
 
+static nb_status parse_policy(bool *lpm, const char *name, nb_error *err)
+{
+    *lpm = name && !strcmp(name, "lpm");
+    if (!name || *lpm || !strcmp(name, "fcfs")) return NB_OK;
+    return nbi_fail(err, NB_INVALID, "schedule_policy is \"%s\"; expected fcfs or lpm", name);
+}
+
 static nb_status copy_options(nb_engine *e, const nb_engine_options *o, nb_error *err)
 {
     NB_TRY(check_options(o, err));
@@ -70,6 +77,7 @@ static nb_status copy_options(nb_engine *e, const nb_engine_options *o, nb_error
     e->model_name = last_part(e, o->model_dir);
     if (!e->model_name || !e->options.kv_dtype)
         return nbi_fail(err, NB_NO_MEMORY, "engine: out of memory");
+    NB_TRY(parse_policy(&e->lpm, o->schedule_policy, err));
     e->max_running = o->max_running;
     e->chunk_size = o->chunk_size;
     return NB_OK;
@@ -246,6 +254,7 @@ static nb_status reserve_memory(nb_engine *e, nbi_dtype kv_dtype, nb_error *err)
                              e->max_context, err));
     NB_TRY(nbi_kv_create(&e->kv, e->backend, nbi_model_config(e->model), kv_dtype, p.n_pages, err));
     NB_TRY(nbi_kvpool_init(&e->pool, p.n_pages, err));
+    NB_TRY(nbi_prefix_init(&e->prefix, p.n_pages, 64, err));
     NB_TRY(nbi_step_batch_create(&e->batch, step_rows(e), e->max_running, step_logit_rows(e),
                                  e->max_context, err));
     e->running = nbi_calloc(e->max_running, sizeof *e->running);
@@ -320,6 +329,7 @@ void nb_engine_close(nb_engine **engine)
     if (e->running) end_all(e, NB_FINISH_CANCELLED, NULL);
     nbi_free(e->running);
     nbi_step_batch_destroy(&e->batch);
+    nbi_prefix_deinit(&e->prefix);
     nbi_kvpool_deinit(&e->pool);
     if (e->kv.layers) nbi_kv_destroy(&e->kv, e->backend);
     nbi_tokenizer_close(&e->tokenizer);
@@ -407,6 +417,19 @@ void nb_engine_get_stats(nb_engine *e, nb_engine_stats *stats)
     *stats = e->stats;
     stats->n_waiting = e->n_waiting;
     pthread_mutex_unlock(&e->lock);
+}
+
+nb_status nb_engine_flush_cache(nb_engine *e, nb_error *err)
+{
+    pthread_mutex_lock(&e->lock);
+    uint32_t waiting = e->n_waiting, running = e->stats.n_running;
+    e->flush = !waiting && !running;
+    e->kick = true;
+    pthread_cond_signal(&e->work);
+    pthread_mutex_unlock(&e->lock);
+    if (!waiting && !running) return NB_OK;
+    return nbi_fail(err, NB_BUSY, "the cache is in use: %u requests run, %u wait", running,
+                    waiting);
 }
 
 const char *nb_engine_failure(nb_engine *e)

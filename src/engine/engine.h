@@ -10,6 +10,7 @@
 #include <stdatomic.h>
 
 #include "engine/kvpool.h"
+#include "engine/prefix.h"
 #include "model/model.h"
 #include "text/decode.h"
 #include "text/tokenizer.h"
@@ -46,9 +47,13 @@ struct nb_request {
     uint32_t n_reported; /* prompt tokens whose event was written */
     int32_t *pages;      /* [n_pages_max] */
     uint32_t n_pages, n_pages_max;
-    uint32_t rows;       /* rows in the batch being run */
-    nbi_decoder decoder; /* bytes -> whole characters */
-    nbi_stop *stop;      /* holds back what may become a stop string */
+    uint32_t n_shared;         /* of them, from the front: nodes of the prefix tree */
+    int32_t priority;          /* lower goes first */
+    atomic_uint cached_tokens; /* of the prompt, found in the tree at first admission */
+    bool admitted;             /* once */
+    uint32_t rows;             /* rows in the batch being run */
+    nbi_decoder decoder;       /* bytes -> whole characters */
+    nbi_stop *stop;            /* holds back what may become a stop string */
 
     /* events: `lock` */
     pthread_mutex_t lock;
@@ -89,6 +94,9 @@ struct nb_engine {
     nbi_tokenizer *tokenizer; /* NULL: ids only */
     nbi_kv kv;
     nbi_kvpool pool;
+    nbi_prefix prefix;
+    bool lpm;            /* schedule policy: longest cached prefix first */
+    bool has_priorities; /* some request came with one; under `lock` */
     nbi_step_batch batch;
     uint32_t max_context, chunk_size, max_running, n_valid_ids, max_token_bytes;
     uint64_t workspace_bytes;
@@ -105,7 +113,8 @@ struct nb_engine {
     atomic_uint_fast64_t seed_counter;
     atomic_bool stopping;
     bool has_thread, has_failed;
-    bool kick; /* somebody wants a step: a reader made room, a request was cancelled */
+    bool flush; /* the step is to forget cached pages */
+    bool kick;  /* somebody wants a step: a reader made room, a request was cancelled */
     pthread_t thread;
     char failure[NB_ERROR_TEXT_MAX];
 };
@@ -121,8 +130,31 @@ void nbi_step_batch_add(nbi_step_batch *batch, nb_request *r, uint32_t rows);
 
 /* ---- scheduler.c: one step */
 nb_status nbi_engine_step_once(nb_engine *e, bool *worked, nb_error *err);
-/* Gives a request's pages back. */
+
+/* ---- queue.c: the waiting list; called with the engine's lock held */
+void nbi_queue_push(nb_engine *e, nb_request *r);
+void nbi_queue_push_front(nb_engine *e, nb_request *r);
+/* Who is to be admitted next by priority and policy; stays in the list. NULL when nobody waits. */
+nb_request *nbi_queue_best(nb_engine *e);
+void nbi_queue_remove(nb_engine *e, nb_request *r);
+/* Takes every cancelled request out, chained by `next`. */
+nb_request *nbi_queue_take_cancelled(nb_engine *e);
+
+/* ---- pages.c: the step's */
+uint32_t nbi_kv_pages_free(const nb_engine *e);
+/* A page for a request's own use, evicting from the tree if need be; -1 when every page is in use.
+ */
+int32_t nbi_kv_pages_take(nb_engine *e);
+/* Pages the tree could give this request. */
+uint32_t nbi_request_peek_prefix(const nb_engine *e, const nb_request *r);
+/* Takes them. The request has no pages yet. */
+void nbi_request_match_prefix(nb_engine *e, nb_request *r);
+/* Makes the request's full pages known to the tree. */
+void nbi_request_share_pages(nb_engine *e, nb_request *r);
+/* Gives a request's pages back; those in the tree stay cached. */
 void nbi_request_drop_pages(nb_engine *e, nb_request *r);
+/* Forgets every cached page that nobody uses. */
+void nbi_kv_pages_flush(nb_engine *e);
 
 /* ---- output.c: what a sampled token means for its request. Called by the step. */
 /* Room for every event a step of `rows` rows may write? */

@@ -118,6 +118,7 @@ static nb_status fill(nb_request *r, nb_engine *e, const nb_request_options *o, 
         return nbi_fail(err, NB_NO_MEMORY, "request: out of memory");
     r->whole = r->text_ring + r->text_cap;
     memcpy(r->tokens, o->prompt, o->n_prompt * sizeof *r->tokens);
+    r->priority = o->priority;
     r->notify = o->notify;
     r->notify_user = o->notify_user;
     return NB_OK;
@@ -171,13 +172,8 @@ static nb_status enqueue(nb_engine *e, nb_request *r, nb_error *err)
     } else if (atomic_load(&e->stopping)) {
         st = nbi_fail(err, NB_CLOSED, "the engine is shutting down");
     } else {
-        if (e->waiting_tail) {
-            e->waiting_tail->next = r;
-        } else {
-            e->waiting_head = r;
-        }
-        e->waiting_tail = r;
-        e->n_waiting++;
+        e->has_priorities |= r->priority != 0;
+        nbi_queue_push(e, r);
         pthread_cond_signal(&e->work);
     }
     pthread_mutex_unlock(&e->lock);
@@ -255,6 +251,11 @@ nb_status nb_request_read(nb_request *r, nb_event *event, int timeout_ms, nb_err
     pthread_mutex_unlock(&r->lock);
     if (was_crowded) nbi_engine_kick(r->engine); /* the step may have been waiting for room */
     return st;
+}
+
+uint32_t nb_request_cached_tokens(const nb_request *r)
+{
+    return atomic_load(&r->cached_tokens);
 }
 
 const char *nb_request_error(const nb_request *r)

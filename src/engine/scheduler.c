@@ -10,13 +10,6 @@
 #include "base/log.h"
 #include "engine/engine.h"
 
-void nbi_request_drop_pages(nb_engine *e, nb_request *r)
-{
-    for (uint32_t i = 0; i < r->n_pages; i++) nbi_kvpool_give(&e->pool, r->pages[i]);
-    r->n_pages = 0;
-    r->n_cached = 0;
-}
-
 static uint32_t pages_for(uint32_t tokens)
 {
     return (tokens + NBI_PAGE_TOKENS - 1) / NBI_PAGE_TOKENS;
@@ -24,23 +17,9 @@ static uint32_t pages_for(uint32_t tokens)
 
 /* ---------------------------------------------------------------- queue and running list */
 
-static nb_request *pop_waiting(nb_engine *e)
+static uint32_t min_u32(uint32_t a, uint32_t b)
 {
-    nb_request *r = e->waiting_head;
-    if (!r) return NULL;
-    e->waiting_head = r->next;
-    if (!e->waiting_head) e->waiting_tail = NULL;
-    r->next = NULL;
-    e->n_waiting--;
-    return r;
-}
-
-static void push_waiting_front(nb_engine *e, nb_request *r)
-{
-    r->next = e->waiting_head;
-    e->waiting_head = r;
-    if (!e->waiting_tail) e->waiting_tail = r;
-    e->n_waiting++;
+    return a < b ? a : b;
 }
 
 static void count_end(nb_engine *e, nb_finish finish)
@@ -80,31 +59,11 @@ static void reap_running(nb_engine *e)
     }
 }
 
-/* Takes cancelled requests out of the queue into a list of their own. */
-static nb_request *take_cancelled(nb_engine *e)
-{
-    nb_request *taken = NULL, *last = NULL;
-    pthread_mutex_lock(&e->lock);
-    for (nb_request **at = &e->waiting_head; *at;) {
-        nb_request *r = *at;
-        if (!atomic_load(&r->cancelled)) {
-            last = r;
-            at = &r->next;
-            continue;
-        }
-        *at = r->next;
-        r->next = taken;
-        taken = r;
-        e->n_waiting--;
-    }
-    e->waiting_tail = last;
-    pthread_mutex_unlock(&e->lock);
-    return taken;
-}
-
 static void reap_waiting(nb_engine *e)
 {
-    nb_request *r = take_cancelled(e);
+    pthread_mutex_lock(&e->lock);
+    nb_request *r = nbi_queue_take_cancelled(e);
+    pthread_mutex_unlock(&e->lock);
     while (r) {
         nb_request *next = r->next;
         nbi_request_end(r, NB_FINISH_CANCELLED, NULL);
@@ -114,16 +73,36 @@ static void reap_waiting(nb_engine *e)
     }
 }
 
-/* Admits from the queue while there is a slot and pages for a first chunk, leaving every running
- * request one page to grow into. */
+/* Does its first chunk fit, leaving every running request one page to grow into? */
+static bool fits(const nb_engine *e, const nb_request *r)
+{
+    uint32_t shared = nbi_request_peek_prefix(e, r);
+    uint32_t rows = min_u32(r->n_tokens - shared * NBI_PAGE_TOKENS, e->chunk_size);
+    return !e->n_running || nbi_kv_pages_free(e) >= shared + pages_for(rows) + e->n_running;
+}
+
+static void start(nb_engine *e, nb_request *r)
+{
+    nbi_queue_remove(e, r);
+    nbi_request_match_prefix(e, r);
+    e->running[e->n_running++] = r;
+    if (r->admitted) return; /* preempted before: the first admission counts */
+    r->admitted = true;
+    atomic_store(&r->cached_tokens, r->n_cached);
+    e->stats.prefix_hit_tokens += r->n_cached;
+    e->stats.prefix_query_tokens += r->n_prompt;
+}
+
+/* Admits while there is a slot and the next in line fits. */
 static void admit(nb_engine *e)
 {
     pthread_mutex_lock(&e->lock);
-    while (e->waiting_head && e->n_running < e->max_running) {
-        uint32_t first =
-            e->waiting_head->n_tokens < e->chunk_size ? e->waiting_head->n_tokens : e->chunk_size;
-        if (e->n_running && e->pool.n_free < pages_for(first) + e->n_running) break;
-        e->running[e->n_running++] = pop_waiting(e);
+    if (e->flush) nbi_kv_pages_flush(e);
+    e->flush = false;
+    while (e->n_running < e->max_running) {
+        nb_request *r = nbi_queue_best(e);
+        if (!r || !fits(e, r)) break;
+        start(e, r);
     }
     pthread_mutex_unlock(&e->lock);
 }
@@ -138,7 +117,7 @@ static bool preempt_youngest(nb_engine *e, uint32_t keep)
     nb_request *r = e->running[--e->n_running];
     nbi_request_drop_pages(e, r);
     pthread_mutex_lock(&e->lock);
-    push_waiting_front(e, r);
+    nbi_queue_push_front(e, r);
     e->stats.preemptions++;
     pthread_mutex_unlock(&e->lock);
     return true;
@@ -151,7 +130,7 @@ static uint32_t ensure_pages(nb_engine *e, uint32_t i, uint32_t rows)
     nb_request *r = e->running[i];
     uint32_t want = pages_for(r->n_cached + rows);
     while (r->n_pages < want) {
-        int32_t page = nbi_kvpool_take(&e->pool);
+        int32_t page = nbi_kv_pages_take(e);
         if (page >= 0) {
             r->pages[r->n_pages++] = page;
         } else if (!preempt_youngest(e, i)) {
@@ -253,6 +232,7 @@ static nb_finish deliver(nb_engine *e, uint32_t s)
     int32_t fault = fault_of(b, s);
     if (fault) return fail_numeric(r, fault);
     r->n_cached += r->rows;
+    nbi_request_share_pages(e, r);
     if (r->sampling.prompt_logprobs && !r->n_reported) nbi_request_put_prompt(r, 0, NULL);
     for (uint32_t i = b->seq_logit[s]; i < b->seq_logit[s + 1]; i++) {
         if (b->sample_rows[i].forced) {
@@ -262,11 +242,6 @@ static nb_finish deliver(nb_engine *e, uint32_t s)
         }
     }
     return NB_FINISH_NONE;
-}
-
-static uint32_t min_u32(uint32_t a, uint32_t b)
-{
-    return a < b ? a : b;
 }
 
 static uint32_t index_of(const nb_engine *e, const nb_request *r)
@@ -331,7 +306,8 @@ nb_status nbi_engine_step_once(nb_engine *e, bool *worked, nb_error *err)
     *worked = e->batch.view.n_rows > 0;
     pthread_mutex_lock(&e->lock);
     e->stats.n_running = e->n_running;
-    e->stats.kv_tokens_used = (uint64_t)(e->pool.n_pages - e->pool.n_free) * NBI_PAGE_TOKENS;
+    e->stats.kv_tokens_used = (uint64_t)(e->pool.n_pages - nbi_kv_pages_free(e)) * NBI_PAGE_TOKENS;
+    e->stats.kv_tokens_cached = (uint64_t)e->prefix.n_cached * NBI_PAGE_TOKENS;
     pthread_mutex_unlock(&e->lock);
     return st;
 }

@@ -150,6 +150,33 @@ static void preempted_requests_give_the_same_tokens(void **state)
     nb_engine_close(&e);
 }
 
+/* The second run finds its beginning in the cache and says the same; after a flush nothing is
+ * found. */
+static void a_cached_prefix_changes_no_token(void **state)
+{
+    (void)state;
+    for (size_t m = 0; m < sizeof models / sizeof *models; m++) {
+        nb_engine *e = open_engine(models[m], 48, 2, 0);
+        int32_t first[MAX_TOKENS], again[MAX_TOKENS];
+        nb_engine_stats stats;
+        nb_finish finish;
+        for (int round = 0; round < 3; round++) {
+            nb_request *r = submit(e, 4, 90, 0.7f); /* 71 tokens: one full page and a bit */
+            assert_int_equal(drain(e, r, round ? again : first, &finish), 90);
+            assert_int_equal(nb_request_cached_tokens(r), round == 1 ? 64 : 0);
+            if (round) assert_memory_equal(again, first, 90 * sizeof(int32_t));
+            nb_request_close(&r);
+            nb_engine_get_stats(e, &stats);
+            assert_int_equal(stats.kv_tokens_used, 0);
+            assert_int_equal(stats.kv_tokens_cached, 128);
+            bool worked;
+            if (round == 1) assert_int_equal(nb_engine_flush_cache(e, NULL), NB_OK);
+            assert_int_equal(nb_engine_step(e, &worked, NULL), NB_OK);
+        }
+        nb_engine_close(&e);
+    }
+}
+
 static void a_slow_reader_holds_only_itself(void **state)
 {
     (void)state;
@@ -466,6 +493,7 @@ int main(void)
         cmocka_unit_test(same_tokens_in_any_batch),
         cmocka_unit_test(same_tokens_however_the_prompt_is_cut),
         cmocka_unit_test(preempted_requests_give_the_same_tokens),
+        cmocka_unit_test(a_cached_prefix_changes_no_token),
         cmocka_unit_test(a_slow_reader_holds_only_itself),
         cmocka_unit_test(cancel_frees_pages_in_one_step),
         cmocka_unit_test(bad_requests_name_the_field),

@@ -1,0 +1,63 @@
+/* The prefix tree: full KV pages that later requests with the same beginning can share.
+ *
+ * A node is one page: 64 tokens behind the tokens of its parent. Nodes are found by a hash of
+ * (parent, tokens) and then compared token by token, so a collision costs time and never a wrong
+ * answer. A node's index is its page, so nothing is allocated after init. Pages with references are
+ * in use; those without stay cached in order of last use until eviction takes the oldest, which is
+ * always a leaf: a request gives its pages back from the last to the first. Used by the engine's
+ * step only, so without a lock. */
+#pragma once
+
+#include "backend/backend.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define NBI_PREFIX_ROOT (-1)
+
+typedef struct nbi_prefix_node {
+    uint64_t hash;
+    int32_t parent;       /* page of the parent or NBI_PREFIX_ROOT */
+    int32_t chain;        /* next node of the bucket or -1 */
+    int32_t older, newer; /* unreferenced nodes, by last use; -1 at the ends */
+    uint32_t refs;        /* requests that use it */
+    uint32_t children;    /* nodes below it */
+    bool present;         /* the page is a node */
+    int32_t tokens[NBI_PAGE_TOKENS];
+} nbi_prefix_node;
+
+typedef struct nbi_prefix {
+    nbi_prefix_node *nodes; /* [n_pages] */
+    int32_t *buckets;       /* [n_buckets] first node or -1 */
+    uint32_t n_pages, n_buckets;
+    uint64_t hash_mask;
+    int32_t oldest, newest; /* ends of the unreferenced list */
+    uint32_t n_cached;      /* its length */
+} nbi_prefix;
+
+/* hash_bits cuts the hash (1 to 64): tests make it collide. */
+nb_status nbi_prefix_init(nbi_prefix *p, uint32_t n_pages, uint32_t hash_bits, nb_error *err);
+void nbi_prefix_deinit(nbi_prefix *p);
+
+/* Walks from the root along whole pages of tokens[0 .. 64 * max_pages); writes the pages found to
+ * `pages`, each with one more reference. */
+uint32_t nbi_prefix_match(nbi_prefix *p, const int32_t *tokens, uint32_t max_pages, int32_t *pages);
+
+/* How many pages nbi_prefix_match() would find; takes nothing. */
+uint32_t nbi_prefix_peek(const nbi_prefix *p, const int32_t *tokens, uint32_t max_pages);
+
+/* Makes `page` (full, private) a node behind `parent` with one reference and returns it. When the
+ * same node exists already, that one gets the reference and is returned: the caller uses it and
+ * frees its own. */
+int32_t nbi_prefix_insert(nbi_prefix *p, int32_t parent, int32_t page, const int32_t *tokens);
+
+/* One reference less. Pages of a request are released from the last to the first. */
+void nbi_prefix_release(nbi_prefix *p, int32_t page);
+
+/* Removes the node used least recently and returns its page; -1 when every node is in use. */
+int32_t nbi_prefix_evict(nbi_prefix *p);
+
+#ifdef __cplusplus
+}
+#endif

@@ -1,0 +1,81 @@
+/* The waiting list: who is next, who has left. Under the engine's lock. */
+#include "engine/engine.h"
+
+/* Requests that lpm compares before each admission: bounds the work per step and how long one can
+ * be passed over. */
+#define LPM_WINDOW 32u
+
+void nbi_queue_push(nb_engine *e, nb_request *r)
+{
+    r->next = NULL;
+    if (e->waiting_tail) {
+        e->waiting_tail->next = r;
+    } else {
+        e->waiting_head = r;
+    }
+    e->waiting_tail = r;
+    e->n_waiting++;
+}
+
+void nbi_queue_push_front(nb_engine *e, nb_request *r)
+{
+    r->next = e->waiting_head;
+    e->waiting_head = r;
+    if (!e->waiting_tail) e->waiting_tail = r;
+    e->n_waiting++;
+}
+
+/* Better: lower priority value; under lpm then the longer cached prefix; else the earlier. */
+static bool is_better(const nb_engine *e, const nb_request *a, uint32_t a_pages,
+                      const nb_request *b, uint32_t b_pages)
+{
+    if (a->priority != b->priority) return a->priority < b->priority;
+    return e->lpm && a_pages > b_pages;
+}
+
+nb_request *nbi_queue_best(nb_engine *e)
+{
+    nb_request *best = e->waiting_head;
+    if (!best || (!e->lpm && !e->has_priorities)) return best;
+    uint32_t best_pages = e->lpm ? nbi_request_peek_prefix(e, best) : 0, seen = 1;
+    for (nb_request *r = best->next; r; r = r->next) {
+        uint32_t pages = e->lpm && seen++ < LPM_WINDOW ? nbi_request_peek_prefix(e, r) : 0;
+        if (!is_better(e, r, pages, best, best_pages)) continue;
+        best = r;
+        best_pages = pages;
+    }
+    return best;
+}
+
+void nbi_queue_remove(nb_engine *e, nb_request *r)
+{
+    nb_request *before = NULL;
+    for (nb_request *at = e->waiting_head; at != r; at = at->next) before = at;
+    if (before) {
+        before->next = r->next;
+    } else {
+        e->waiting_head = r->next;
+    }
+    if (e->waiting_tail == r) e->waiting_tail = before;
+    r->next = NULL;
+    e->n_waiting--;
+}
+
+nb_request *nbi_queue_take_cancelled(nb_engine *e)
+{
+    nb_request *taken = NULL, *last = NULL;
+    for (nb_request **at = &e->waiting_head; *at;) {
+        nb_request *r = *at;
+        if (!atomic_load(&r->cancelled)) {
+            last = r;
+            at = &r->next;
+            continue;
+        }
+        *at = r->next;
+        r->next = taken;
+        taken = r;
+        e->n_waiting--;
+    }
+    e->waiting_tail = last;
+    return taken;
+}

@@ -1,0 +1,123 @@
+/* The prefix tree against a plain list of what was inserted, also with a hash that collides all the
+ * time. */
+#include "cmocka_all.h"
+
+#include <stdio.h>
+#include <string.h>
+
+#include "engine/prefix.h"
+
+#define PAGES  200
+#define LENGTH 6 /* pages of a prompt at most */
+
+static uint32_t rng = 12345;
+
+static uint32_t draw(uint32_t n)
+{
+    rng = rng * 1664525u + 1013904223u;
+    return (rng >> 8) % n;
+}
+
+/* Prompts with few distinct pages, so that beginnings repeat. */
+static uint32_t draw_prompt(int32_t *tokens)
+{
+    uint32_t n = 1 + draw(LENGTH);
+    for (uint32_t p = 0; p < n; p++) {
+        int32_t kind = (int32_t)draw(3);
+        for (uint32_t i = 0; i < NBI_PAGE_TOKENS; i++)
+            tokens[p * NBI_PAGE_TOKENS + i] = kind * 1000 + (int32_t)(i % 7);
+    }
+    return n;
+}
+
+/* What page holds, told by the test itself: tokens of the page and of all before it. */
+typedef struct content {
+    int32_t tokens[LENGTH * NBI_PAGE_TOKENS];
+    uint32_t n; /* pages, this one included */
+} content;
+
+static content held[PAGES];
+
+static void check_page(int32_t page, const int32_t *tokens, uint32_t n)
+{
+    assert_int_equal(held[page].n, n);
+    assert_memory_equal(held[page].tokens, tokens, n * NBI_PAGE_TOKENS * sizeof(int32_t));
+}
+
+/* One request: match, take pages for the rest, insert, release. Returns pages found. */
+static uint32_t one_request(nbi_prefix *p, int32_t *free_pages, uint32_t *n_free)
+{
+    int32_t tokens[LENGTH * NBI_PAGE_TOKENS], pages[LENGTH];
+    uint32_t n = draw_prompt(tokens);
+    assert_int_equal(nbi_prefix_peek(p, tokens, n), nbi_prefix_peek(p, tokens, n));
+    uint32_t found = nbi_prefix_match(p, tokens, n, pages);
+    for (uint32_t i = 0; i < found; i++) check_page(pages[i], tokens, i + 1);
+    for (uint32_t i = found; i < n; i++) {
+        int32_t page = *n_free ? free_pages[--*n_free] : nbi_prefix_evict(p);
+        assert_true(page >= 0);
+        held[page].n = i + 1;
+        memcpy(held[page].tokens, tokens, (i + 1) * NBI_PAGE_TOKENS * sizeof(int32_t));
+        pages[i] = nbi_prefix_insert(p, i ? pages[i - 1] : NBI_PREFIX_ROOT, page,
+                                     tokens + i * NBI_PAGE_TOKENS);
+        assert_int_equal(pages[i], page);
+    }
+    for (uint32_t i = n; i-- > 0;) nbi_prefix_release(p, pages[i]);
+    return found;
+}
+
+static void run(uint32_t hash_bits)
+{
+    nbi_prefix p;
+    int32_t free_pages[PAGES];
+    uint32_t n_free = PAGES, found = 0;
+    assert_int_equal(nbi_prefix_init(&p, PAGES, hash_bits, NULL), NB_OK);
+    for (uint32_t i = 0; i < PAGES; i++) free_pages[i] = (int32_t)i;
+    for (int i = 0; i < 2000; i++) found += one_request(&p, free_pages, &n_free);
+    assert_true(found > 1000);
+    assert_int_equal(n_free + p.n_cached, PAGES);
+    while (nbi_prefix_evict(&p) >= 0) n_free++;
+    assert_int_equal(n_free, PAGES);
+    nbi_prefix_deinit(&p);
+}
+
+static void pages_hold_what_they_say(void **state)
+{
+    (void)state;
+    run(64);
+}
+
+static void collisions_change_nothing(void **state)
+{
+    (void)state;
+    run(8);
+    run(1);
+}
+
+static void twins_become_one(void **state)
+{
+    (void)state;
+    nbi_prefix p;
+    int32_t tokens[NBI_PAGE_TOKENS] = {1, 2, 3}, page;
+    assert_int_equal(nbi_prefix_init(&p, 4, 64, NULL), NB_OK);
+    assert_int_equal(nbi_prefix_insert(&p, NBI_PREFIX_ROOT, 0, tokens), 0);
+    assert_int_equal(nbi_prefix_insert(&p, NBI_PREFIX_ROOT, 1, tokens), 0); /* computed twice */
+    assert_int_equal(nbi_prefix_evict(&p), -1);
+    nbi_prefix_release(&p, 0);
+    assert_int_equal(nbi_prefix_evict(&p), -1);
+    nbi_prefix_release(&p, 0);
+    assert_int_equal(nbi_prefix_match(&p, tokens, 1, &page), 1);
+    nbi_prefix_release(&p, page);
+    assert_int_equal(nbi_prefix_evict(&p), 0);
+    assert_int_equal(nbi_prefix_match(&p, tokens, 1, &page), 0);
+    nbi_prefix_deinit(&p);
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(pages_hold_what_they_say),
+        cmocka_unit_test(collisions_change_nothing),
+        cmocka_unit_test(twins_become_one),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
