@@ -1,0 +1,326 @@
+/* text/tokenizer.h on a small file made here: scanners against PCRE2, guards, threads, memory
+ * failures, time on long runs. The comparison with the reference library is in tests/text. */
+#include "cmocka_all.h"
+
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/clock.h"
+#include "base/json.h"
+#include "base/mem.h"
+#include "base/utf8.h"
+#include "text/pattern.h"
+#include "text/tokenizer.h"
+#include "text/unicode.h"
+
+static unsigned seed = 1;
+
+static unsigned next_random(unsigned n)
+{
+    seed = seed * 1664525u + 1013904223u;
+    return (seed >> 8) % n;
+}
+
+static size_t random_text(char *out, size_t n_chars)
+{
+    static const char *const likely[] = {" ",
+                                         "  ",
+                                         "\n",
+                                         "\r\n",
+                                         "\t",
+                                         "'",
+                                         "'s",
+                                         "'LL",
+                                         "'Ve",
+                                         "'\xC5\xBF",
+                                         "a",
+                                         "Zz",
+                                         "7",
+                                         "42",
+                                         ".",
+                                         "!?",
+                                         "_",
+                                         "\xC2\xA0",
+                                         "\xE3\x80\x80",
+                                         "\xC3\xA9",
+                                         "\xCC\x81",
+                                         "\xE2\x91\xA0",
+                                         "\xE1\xA0\x8E",
+                                         "\xE9\xBE\x98",
+                                         "\xF0\x9F\x99\x82",
+                                         "\xF0\x90\xB5\x80"};
+    size_t n = 0;
+    for (size_t i = 0; i < n_chars; i++) {
+        if (next_random(3)) {
+            const char *s = likely[next_random(sizeof likely / sizeof *likely)];
+            memcpy(out + n, s, strlen(s));
+            n += strlen(s);
+        } else {
+            uint32_t cp = next_random(2) ? next_random(0x3000) : next_random(0x110000);
+            if (cp >= 0xD800 && cp < 0xE000) cp = 'x';
+            n += nbi_utf8_put(out + n, cp);
+        }
+    }
+    return n;
+}
+
+static void test_scanners_equal_pcre2(void **state)
+{
+    (void)state;
+    const char *name, *regex;
+    nbi_scan scan;
+    for (uint32_t i = 0; nbi_scan_known(i, &name, &regex, &scan); i++) {
+        nbi_pattern *pattern = NULL;
+        nbi_matcher *matcher = NULL;
+        assert_ptr_equal(nbi_scan_lookup(regex, strlen(regex)), scan);
+        assert_null(nbi_scan_lookup(regex, strlen(regex) - 1));
+        assert_int_equal(nbi_pattern_compile(&pattern, regex, strlen(regex), name, NULL), NB_OK);
+        assert_int_equal(nbi_matcher_create(&matcher, NULL), NB_OK);
+        for (int round = 0; round < 20000; round++) {
+            char text[512];
+            size_t n = random_text(text, 1 + next_random(40)), start, end;
+            for (size_t at = 0; at < n; at = end) {
+                assert_int_equal(
+                    nbi_pattern_find(pattern, matcher, text, n, at, &start, &end, NULL), NB_OK);
+                size_t k = scan((const uint8_t *)text + at, (const uint8_t *)text + n);
+                if (start != at || k != end - at) {
+                    print_error("%s: at %zu of \"%.*s\": PCRE2 %zu..%zu, scanner %zu\n", name, at,
+                                (int)n, text, start, end, k);
+                    fail();
+                }
+            }
+        }
+        nbi_matcher_free(&matcher);
+        nbi_pattern_free(&pattern);
+    }
+}
+
+static void test_patterns_refused(void **state)
+{
+    (void)state;
+    static const char *const bad[] = {"[a[b]]",        "[a&&b]", "(*VERB)", "(?R)", "[\\W]", "(",
+                                      "\\p{Nonsense}", "a\\",    "[a",      "\\p{", "[]"};
+    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
+        nbi_pattern *p = NULL;
+        nb_error err = {.status = NB_OK};
+        assert_int_equal(nbi_pattern_compile(&p, bad[i], strlen(bad[i]), "here", &err),
+                         NB_UNSUPPORTED);
+        assert_null(p);
+        assert_non_null(strstr(err.text, "here"));
+    }
+}
+
+/* All 256 bytes, and merges for a few words. */
+static char *make_file(const char *extra_added)
+{
+    nbi_buf b = {0};
+    int id = 0, next = 0x100;
+    static const char *const merges[][2] = {{"h", "e"}, {"l", "l"}, {"he", "ll"}, {"hell", "o"},
+                                            {"Ġ", "w"}, {"a", "a"}, {"aa", "aa"}};
+    assert_int_equal(
+        nbi_buf_addf(
+            &b,
+            "{\"added_tokens\":[{\"id\":300,\"content\":\"<|user|>\",\"special\":true},"
+            "{\"id\":301,\"content\":\"<think>\",\"special\":false,\"normalized\":false}%s],"
+            "\"normalizer\":null,\"pre_tokenizer\":{\"type\":\"Sequence\",\"pretokenizers\":["
+            "{\"type\":\"Split\",\"pattern\":{\"Regex\":\"\\\\s+|\\\\S+\"},\"behavior\":"
+            "\"Isolated\"},"
+            "{\"type\":\"ByteLevel\",\"add_prefix_space\":false,\"use_regex\":false}]},"
+            "\"decoder\":{\"type\":\"ByteLevel\"},\"model\":{\"type\":\"BPE\",\"vocab\":{",
+            extra_added),
+        NB_OK);
+    for (int i = 0; i < 256; i++) {
+        bool printable = (i >= 0x21 && i <= 0x7E) || (i >= 0xA1 && i <= 0xAC) || i >= 0xAE;
+        char c[5] = {0};
+        nbi_utf8_put(c, (uint32_t)(printable ? i : next++));
+        assert_int_equal(nbi_json_quote(&b, c, strlen(c)), NB_OK);
+        assert_int_equal(nbi_buf_addf(&b, ":%d,", id++), NB_OK);
+    }
+    for (size_t i = 0; i < sizeof merges / sizeof *merges; i++)
+        assert_int_equal(
+            nbi_buf_addf(&b, "%s\"%s%s\":%d", i ? "," : "", merges[i][0], merges[i][1], id++),
+            NB_OK);
+    assert_int_equal(nbi_buf_addf(&b, "},\"merges\":["), NB_OK);
+    for (size_t i = 0; i < sizeof merges / sizeof *merges; i++)
+        assert_int_equal(nbi_buf_addf(&b, i % 2 ? "%s\"%s %s\"" : "%s[\"%s\",\"%s\"]", i ? "," : "",
+                                      merges[i][0], merges[i][1]),
+                         NB_OK);
+    assert_int_equal(nbi_buf_addf(&b, "]}}"), NB_OK);
+    return b.data;
+}
+
+static nbi_tokenizer *open_small(void)
+{
+    char *json = make_file("");
+    nbi_tokenizer *t = NULL;
+    nb_error err;
+    if (nbi_tokenizer_parse(&t, json, strlen(json), "small", &err) != NB_OK)
+        fail_msg("%s", err.text);
+    nbi_free(json);
+    return t;
+}
+
+static void expect_ids(const nbi_tokenizer *t, const char *text, bool special, const int32_t *want,
+                       size_t n)
+{
+    nbi_ids ids = {0};
+    assert_int_equal(nbi_tokenizer_encode(t, text, strlen(text), special, &ids, NULL), NB_OK);
+    assert_int_equal(ids.len, n);
+    assert_memory_equal(ids.data, want, n * sizeof *want);
+    nbi_ids_free(&ids);
+}
+
+static void test_small(void **state)
+{
+    (void)state;
+    nbi_tokenizer *t = open_small();
+    expect_ids(t, "hello", true, (int32_t[]){259}, 1);
+    expect_ids(t, "hell<|user|>o", true, (int32_t[]){258, 300, 'o'}, 3);
+    assert_int_equal(nbi_tokenizer_size(t), 302);
+    assert_true(nbi_token_is_special(t, 300));
+    assert_false(nbi_token_is_special(t, 301));
+    assert_true(nbi_token_is_added(t, 301));
+    assert_false(nbi_token_is_added(t, 5));
+    assert_false(nbi_token_is_special(t, -1));
+    assert_int_equal(nbi_token_find(t, "<think>", 7), 301);
+    assert_int_equal(nbi_token_find(t, "hello", 5), 259);
+    assert_int_equal(nbi_token_find(t, "hallo", 5), -1);
+    size_t n = 9;
+    assert_null(nbi_token_bytes(t, 299, &n)); /* unused */
+    assert_null(nbi_token_bytes(t, 302, &n));
+    assert_memory_equal(nbi_token_bytes(t, 260, &n), " w", 2);
+    assert_int_equal(nbi_token_bytes_max(t), 8);
+    char *text = NULL;
+    nb_error err;
+    assert_int_equal(
+        nbi_tokenizer_decode(t, (int32_t[]){259, 300, 299, 0x80}, 4, true, &text, &n, NULL), NB_OK);
+    assert_int_equal(n, 6);
+    assert_memory_equal(text, "hello\x80", 7);
+    nbi_free(text);
+    assert_int_equal(nbi_tokenizer_decode(t, (int32_t[]){-1}, 1, true, &text, &n, &err),
+                     NB_INVALID);
+    assert_non_null(strstr(err.text, "-1"));
+    nbi_tokenizer_close(&t);
+    assert_null(t);
+}
+
+static void test_guarded_ranges(void **state)
+{
+    (void)state;
+    nbi_tokenizer *t = open_small();
+    const char *text = "<|user|><|user|><|user|>";
+    nbi_ids ids = {0};
+    nbi_range plain = {8, 16};
+    assert_int_equal(nbi_tokenizer_encode_guarded(t, text, strlen(text), &plain, 1, &ids, NULL),
+                     NB_OK);
+    assert_int_equal(ids.len, 10);
+    assert_int_equal(ids.data[0], 300);
+    assert_int_equal(ids.data[1], '<');
+    assert_int_equal(ids.data[9], 300);
+    ids.len = 0;
+    plain = (nbi_range){7, 9}; /* touches two */
+    assert_int_equal(nbi_tokenizer_encode_guarded(t, text, strlen(text), &plain, 1, &ids, NULL),
+                     NB_OK);
+    assert_int_equal(ids.len, 17);
+    nbi_ids_free(&ids);
+    nbi_tokenizer_close(&t);
+}
+
+/* Work on one long piece grows like n log n. */
+static void test_long_piece(void **state)
+{
+    (void)state;
+    nbi_tokenizer *t = open_small();
+    size_t n = (size_t)1 << 20;
+    char *text = malloc(n);
+    assert_non_null(text);
+    memset(text, 'a', n);
+    nbi_ids ids = {0};
+    uint64_t begin = nbi_now_ns();
+    assert_int_equal(nbi_tokenizer_encode(t, text, n, true, &ids, NULL), NB_OK);
+    assert_true(nbi_now_ns() - begin < 5000000000u);
+    assert_int_equal(ids.len, n / 4);
+    for (size_t i = 0; i < ids.len; i++) assert_int_equal(ids.data[i], 262);
+    nbi_ids_free(&ids);
+    free(text);
+    nbi_tokenizer_close(&t);
+}
+
+static void *encode_often(void *arg)
+{
+    static const int32_t want[] = {259, 260, 'o', 'r', 'l', 'd', 300};
+    for (int i = 0; i < 3000; i++) {
+        nbi_ids ids = {0};
+        if (nbi_tokenizer_encode(arg, "hello world<|user|>", 19, true, &ids, NULL) != NB_OK ||
+            ids.len != 8 || ids.data[0] != want[0] || ids.data[7] != 300)
+            return arg;
+        nbi_ids_free(&ids);
+    }
+    return NULL;
+}
+
+static void test_threads(void **state)
+{
+    (void)state;
+    nbi_tokenizer *t = open_small();
+    pthread_t threads[8];
+    for (int i = 0; i < 8; i++)
+        assert_int_equal(pthread_create(&threads[i], NULL, encode_often, t), 0);
+    for (int i = 0; i < 8; i++) {
+        void *failed;
+        pthread_join(threads[i], &failed);
+        assert_null(failed);
+    }
+    nbi_tokenizer_close(&t);
+}
+
+/* Every allocation made to fail once, while parsing and while encoding: an error, no leak, no
+ * crash. */
+static void test_out_of_memory(void **state)
+{
+    (void)state;
+    char *json = make_file("");
+    bool done = false;
+    for (long n = 0; !done && n < 5000; n += n < 300 ? 1 : 37) {
+        nbi_tokenizer *t = NULL;
+        nbi_heap_fail_after(n);
+        nb_status st = nbi_tokenizer_parse(&t, json, strlen(json), "small", NULL);
+        nbi_heap_fail_after(-1);
+        done = st == NB_OK;
+        assert_true(done == (t != NULL));
+        nbi_tokenizer_close(&t);
+    }
+    assert_true(done);
+    nbi_free(json);
+    done = false;
+    for (long n = 0; !done && n < 100; n++) {
+        nbi_tokenizer *t = open_small();
+        nbi_ids ids = {0};
+        nbi_heap_fail_after(n);
+        nb_status st = nbi_tokenizer_encode(
+            t, "hello <|user|> aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa", 70, true,
+            &ids, NULL);
+        nbi_heap_fail_after(-1);
+        done = st == NB_OK;
+        if (!done) assert_int_equal(ids.len, 0);
+        nbi_ids_free(&ids);
+        nbi_tokenizer_close(&t);
+    }
+    assert_true(done);
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_scanners_equal_pcre2),
+        cmocka_unit_test(test_patterns_refused),
+        cmocka_unit_test(test_small),
+        cmocka_unit_test(test_guarded_ranges),
+        cmocka_unit_test(test_long_piece),
+        cmocka_unit_test(test_threads),
+        cmocka_unit_test(test_out_of_memory),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
