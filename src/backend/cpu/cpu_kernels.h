@@ -6,7 +6,7 @@
  * drivers may cut rows, heads and positions as threads need.
  *
  * The reference table is plain C with double accumulators; the SIMD tables share one body
- * (cpu_kernels_simd.h) compiled for 8 and 16 lanes. */
+ * (cpu_kernels_simd.inc) compiled for 8 and 16 lanes. */
 #pragma once
 
 #include "backend/cpu/cpu_backend.h"
@@ -62,11 +62,13 @@ extern const nbi_cpu_kernels nbi_cpu_kernels_reference;
 #if defined(__x86_64__)
 extern const nbi_cpu_kernels nbi_cpu_kernels_avx2;
 extern const nbi_cpu_kernels nbi_cpu_kernels_avx512;
+extern const nbi_cpu_kernels nbi_cpu_kernels_amx;
 #endif
 
 static inline const nbi_cpu_kernels *nbi_cpu_kernels_of(nbi_cpu_level level)
 {
 #if defined(__x86_64__)
+    if (level >= NBI_CPU_AMX) return &nbi_cpu_kernels_amx;
     if (level >= NBI_CPU_AVX512) return &nbi_cpu_kernels_avx512;
     if (level >= NBI_CPU_AVX2) return &nbi_cpu_kernels_avx2;
 #endif
@@ -96,7 +98,7 @@ static inline void nbi_cpu_store(void *dst, nbi_dtype dtype, const float *x, uin
         memcpy(dst, x, n * sizeof *x);
         return;
     }
-    uint16_t *h = dst;
+    uint16_t *h = (uint16_t *)dst;
     for (uint32_t i = 0; i < n; i++) h[i] = nbi_f32_bf16(x[i]);
 }
 

@@ -1,4 +1,4 @@
-/* Kernel table of AVX2 with FMA: 8 lanes, tiles of 2 x 4. The body is cpu_kernels_simd.h. */
+/* Kernel table of AVX2 with FMA: 8 lanes, tiles of 2 x 4. The body is cpu_kernels_simd.inc. */
 #include <immintrin.h>
 
 #include "backend/cpu/cpu_kernels.h"
@@ -122,6 +122,6 @@ static inline void reduce_tile(float sums[2][4], vf acc[4][2], float scale)
     v_store(&sums[0][0], v_mul(s, v_set1(scale)));
 }
 
-#include "backend/cpu/cpu_kernels_simd.h"
+#include "backend/cpu/cpu_kernels_simd.inc"
 
 const nbi_cpu_kernels nbi_cpu_kernels_avx2 = KERNEL_TABLE;

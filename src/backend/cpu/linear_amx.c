@@ -126,6 +126,7 @@ static inline void unpack_nvfp4(uint16_t *dst, const source *s, uint32_t r0, uin
     const uint8_t *scales =
         (const uint8_t *)s->w->scales + (size_t)(s->row + r0) * (cols / 16) + c0 / 16;
     const bool whole = c0 + SPAN <= cols;
+    const nbi_unpack_nvfp4 u = s->nvfp4;
     for (uint32_t r = r0; r < r1; r++, codes += cols / 2, scales += cols / 16) {
         uint16_t *out = dst + (size_t)r * 32;
         if (whole) {
@@ -133,18 +134,18 @@ static inline void unpack_nvfp4(uint16_t *dst, const source *s, uint32_t r0, uin
             memcpy(&sc, scales, sizeof sc);
 #pragma GCC unroll 4
             for (uint32_t k = 0; k < SPAN_STEPS; k++, sc >>= 16) {
-                const __m128i v = _mm_loadu_si128((const void *)(codes + 16 * k));
                 _mm512_store_si512(out + k * STEP_VALUES,
-                                   nbi_unpack_nvfp4_32(&s->nvfp4, v, sc & 0xff, sc >> 8 & 0xff));
+                                   nbi_unpack_nvfp4_32(&u, codes + 16 * k, sc & 0xff,
+                                                       sc >> 8 & 0xff));
             }
             continue;
         }
         for (uint32_t c = c0, k = 0; c < cols; c += 32, k++) {
-            const bool two = c + 32 <= cols;
-            const __m128i v = nbi_load_tail16(codes + 16 * k, two ? 16 : 8);
-            _mm512_store_si512(out + k * STEP_VALUES,
-                               nbi_unpack_nvfp4_32(&s->nvfp4, v, scales[2 * k],
-                                                   two ? scales[2 * k + 1] : 0));
+            const __m512i v = c + 32 <= cols
+                                  ? nbi_unpack_nvfp4_32(&u, codes + 16 * k, scales[2 * k],
+                                                        scales[2 * k + 1])
+                                  : nbi_unpack_nvfp4_16(&u, codes + 16 * k, scales[2 * k]);
+            _mm512_store_si512(out + k * STEP_VALUES, v);
         }
     }
 }

@@ -76,13 +76,11 @@ static void unpack_nvfp4(uint16_t *dst, const nbi_matrix *w, uint32_t row)
     const uint8_t *codes = (const uint8_t *)w->data + (size_t)row * (cols / 2);
     const uint8_t *scales = (const uint8_t *)w->scales + (size_t)row * (cols / 16);
     uint32_t c = 0;
-    for (; c + 32 <= cols; c += 32) {
-        const __m128i v = _mm_loadu_si128((const void *)(codes + c / 2));
-        _mm512_store_si512(dst + c, nbi_unpack_nvfp4_32(&u, v, scales[c / 16], scales[c / 16 + 1]));
-    }
+    for (; c + 32 <= cols; c += 32)
+        _mm512_store_si512(dst + c, nbi_unpack_nvfp4_32(&u, codes + c / 2, scales[c / 16],
+                                                        scales[c / 16 + 1]));
     if (c < cols)
-        _mm512_store_si512(dst + c, nbi_unpack_nvfp4_32(&u, nbi_load_tail16(codes + c / 2, 8),
-                                                        scales[c / 16], 0));
+        _mm512_store_si512(dst + c, nbi_unpack_nvfp4_16(&u, codes + c / 2, scales[c / 16]));
 }
 
 static void unpack_fp8(uint16_t *dst, const nbi_matrix *w, uint32_t row)

@@ -30,14 +30,26 @@ static inline nbi_unpack_nvfp4 nbi_unpack_nvfp4_init(void)
 }
 
 /* 32 weights: 16 bytes of codes, two block scales. */
-static inline __m512i nbi_unpack_nvfp4_32(const nbi_unpack_nvfp4 *u, __m128i codes, uint32_t s0,
-                                          uint32_t s1)
+static inline __m512i nbi_unpack_nvfp4_32(const nbi_unpack_nvfp4 *u, const uint8_t *codes,
+                                          uint32_t s0, uint32_t s1)
 {
-    const __m512i words = _mm512_srlv_epi16(_mm512_broadcast_i32x4(codes), u->shifts);
+    __m512i words;
+    /* Written out because compilers turn the intrinsic into a load and a shuffle. */
+    __asm__("vbroadcasti32x4 %1, %0" : "=v"(words) : "m"(*(const __m128i_u *)codes));
+    words = _mm512_srlv_epi16(words, u->shifts);
     const __m512i index = _mm512_ternarylogic_epi32(words, u->nibble, u->block, 0xea);
     const __m256i t0 = _mm256_load_si256((const void *)nbi_lin_nvfp4_bf16[s0]);
     const __m256i t1 = _mm256_load_si256((const void *)nbi_lin_nvfp4_bf16[s1]);
     return _mm512_permutexvar_epi16(index, _mm512_inserti64x4(_mm512_castsi256_si512(t0), t1, 1));
+}
+
+/* The last half: 16 weights, zero behind. */
+static inline __m512i nbi_unpack_nvfp4_16(const nbi_unpack_nvfp4 *u, const uint8_t *codes,
+                                          uint32_t scale)
+{
+    uint8_t both[16] = {0};
+    memcpy(both, codes, 8);
+    return nbi_unpack_nvfp4_32(u, both, scale, 0);
 }
 
 typedef struct nbi_unpack_fp8 {
@@ -68,12 +80,7 @@ static inline void nbi_unpack_fp8_64(const nbi_unpack_fp8 *u, __m512i bytes, __m
     out[1] = _mm512_unpackhi_epi8(low, high);
 }
 
-/* First n of 16 bytes, zero behind. */
-static inline __m128i nbi_load_tail16(const uint8_t *p, uint32_t n)
-{
-    return _mm_maskz_loadu_epi8((__mmask16)((1u << n) - 1), p);
-}
-
+/* First n of 64 bytes, zero behind. */
 static inline __m512i nbi_load_tail64(const uint8_t *p, uint32_t n)
 {
     const __mmask64 mask = n >= 64 ? ~(__mmask64)0 : ((__mmask64)1 << n) - 1;
