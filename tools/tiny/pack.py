@@ -31,7 +31,10 @@ def pack(folder, parts):
     blob = b"".join([len(head).to_bytes(8, "little"), head, *high])
     filters = [{"id": lzma.FILTER_LZMA2, "preset": 1}]
     small = lzma.compress(blob, format=lzma.FORMAT_XZ, filters=filters)
-    data = len(small).to_bytes(8, "little") + small + b"".join(low)
+    rest = b"".join(low)
+    if len(lzma.compress(rest[:1 << 20], filters=filters)) < 0.9 * (1 << 20):   # rounded weights
+        rest = lzma.compress(rest, filters=filters)
+    data = len(small).to_bytes(8, "little") + small + rest
     Path(parts).mkdir(parents=True, exist_ok=True)
     for i in range(0, len(data), PART):
         (Path(parts) / f"part-{i // PART:02d}.bin").write_bytes(data[i:i + PART])
@@ -42,6 +45,8 @@ def unpack(parts, folder):
     data = b"".join(f.read_bytes() for f in sorted(Path(parts).glob("part-*.bin")))
     n = int.from_bytes(data[:8], "little")
     blob, low = lzma.decompress(data[8:8 + n]), data[8 + n:]
+    if low.startswith(b"\xfd7zXZ"):
+        low = lzma.decompress(low)
     m = int.from_bytes(blob[:8], "little")
     names, high = json.loads(blob[8:8 + m]), blob[8 + m:]
     out, at = {}, 0

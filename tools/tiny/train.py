@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 HERE = Path(__file__).parent
-SHORT, LONG = (80, 512), (6, 2304)      # rows x length of the two micro-batches of a step
+SHORT, LONG = (72, 512), (6, 2304)      # rows x length of the two micro-batches of a step
 LONG_FROM, SPARSE, QAT, DECAY = 0.06, 0.55, 0.65, 0.6
 DENSE_SHARE = 0.25                      # of the steps after SPARSE, so that misses can be repaired
 MTP_WEIGHT, LONG_WEIGHT, BIAS_STEP = 0.3, 0.7, 1e-3
@@ -28,7 +28,7 @@ MUON_LR = 1.4                           # times the learning rate of AdamW
 CHECK_STEP, CHECK_LOSS = 300, 1.0       # AdamW is at 0.89 there; a worse Muon run is given up
 
 
-def worker(kind, shape, number, seed, out):
+def worker(kind, shape, stage, number, seed, out):
     import os
     os.nice(5)
     from tokenizers import Tokenizer
@@ -39,19 +39,19 @@ def worker(kind, shape, number, seed, out):
     at = seed * 1_000_000_007 + number * 10_000_019
     while True:
         at += 1
-        out.put(stream.block(encoder, at, length, rows, kind == "long"))
+        out.put(stream.block(encoder, at, length, rows, kind == "long", stage))
 
 
 class Feed:
     """Fresh blocks when the workers have some, an old one otherwise; on a GPU a thread keeps a few
     blocks in pinned memory, since a copy from pageable memory would wait for the GPU."""
 
-    def __init__(self, kind, shape, n_workers, seed, first):
+    def __init__(self, kind, shape, stage, n_workers, seed, first):
         self.q = mp.Queue(maxsize=48)
         self.ready = queue.Queue(maxsize=4)
         self.kept, self.fresh, self.reused = [], 0, 0
         self.rng = random.Random(seed)
-        self.workers = [mp.Process(target=worker, args=(kind, shape, first + i, seed, self.q),
+        self.workers = [mp.Process(target=worker, args=(kind, shape, stage, first + i, seed, self.q),
                                    daemon=True) for i in range(n_workers)]
         for w in self.workers:
             w.start()
@@ -179,7 +179,7 @@ def train(model, feeds, seconds, peak, muon, device, log, start_at=0.0, max_step
         for kind in kinds:
             with torch.autocast(device, dtype=torch.bfloat16, enabled=device == "cuda"):
                 main, mtp, kl, load = micro_batch(model, feeds[kind].next(), sparse, ce)
-                scale = LONG_WEIGHT if kind == "long" else 1.0
+                scale = (LONG_WEIGHT if not start_at else 1.0) if kind == "long" else 1.0
                 loss = scale * (main + MTP_WEIGHT * mtp + kl)
             loss.backward()
             loads = load if loads is None else [a + b for a, b in zip(loads, load)]
@@ -243,9 +243,11 @@ def main():
     p.add_argument("--workers", type=int, default=14)
     p.add_argument("--resume", metavar="FOLDER", help="BF16 checkpoint to continue from")
     p.add_argument("--start-at", type=float, default=0.0, help="point of the schedule to start at, 0 … 1")
+    p.add_argument("--stage", type=int, choices=(1, 2), default=1, help="mix of skills (corpus/stream.py)")
     p.add_argument("--max-steps", type=int)
     p.add_argument("--adamw", action="store_true", help="AdamW for all parameters")
     p.add_argument("--parts", metavar="FOLDER", help="also write the checkpoint there, packed (pack.py)")
+    p.add_argument("--no-compare", action="store_true", help="skip the comparison with transformers")
     p.add_argument("--eval-share", type=float, default=1.0)
     p.add_argument("--small", action="store_true", help="tiny blocks, for a test on a CPU")
     a = p.parse_args()
@@ -260,8 +262,8 @@ def main():
         global SHORT, LONG
         SHORT, LONG = (4, 256), (1, 1024)
     n_long = max(1, a.workers // 3)
-    feeds = {"short": Feed("short", SHORT, max(1, a.workers - n_long), a.seed, 0),
-             "long": Feed("long", LONG, n_long, a.seed, 1000)}
+    feeds = {"short": Feed("short", SHORT, a.stage, max(1, a.workers - n_long), a.seed, 0),
+             "long": Feed("long", LONG, a.stage, n_long, a.seed, 1000)}
 
     import torch
     import torch._dynamo
@@ -316,6 +318,8 @@ def main():
     log(evalset.table(results))
     figures |= {"results": results}
     (out / "figures.json").write_text(json.dumps(figures, indent=1) + "\n")
+    if a.no_compare:
+        return
     figures["transformers"] = compare_with_transformers(out / "bf16", model, tokenizer, log, device)
     (out / "figures.json").write_text(json.dumps(figures, indent=1) + "\n")
 

@@ -64,10 +64,12 @@ def make(rng, one_digit=False):
         a, b = rng.randrange(10), rng.randrange(10)
     else:
         a, b = operand(rng), operand(rng)
+        if a > 99 and rng.random() < 0.15:          # same leading digit: which one is larger?
+            b = a // 100 * 100 + rng.randrange(100)
     if rng.random() < 0.5:
         text, steps, answer, op = rng.choice(_ADD), add_steps(a, b), a + b, "+"
     else:
-        if a < b and rng.random() < 0.6:
+        if a < b and rng.random() < (0.3 if one_digit else 0.6):
             a, b = b, a
         text, steps, answer, op = rng.choice(_SUB), sub_steps(a, b), a - b, "-"
     # Single-digit sums all appear in training as the columns of longer ones; only longer

@@ -173,12 +173,12 @@ def _fact(rng):
 def _do(rng):
     """Counting, repeating, spelling, sorting, comparing: short tasks with one right answer."""
     roll = rng.random()
-    if roll < 0.25:
+    if roll < 0.15:
         a = rng.choice((1, 1, 1, rng.randrange(0, 60)))
         b = a + rng.randrange(2, 15)
         q = rng.choice((f"Count from {a} to {b}.", f"Count to {b}." if a == 1 else f"Count from {a} up to {b}."))
         return q, ", ".join(map(str, range(a, b + 1))), f"I count from {a} to {b}."
-    if roll < 0.55:
+    if roll < 0.45:
         kind = rng.random()
         if kind < 0.4:
             text = " ".join(rng.choice((words.invented(rng), rng.choice(_LETTER_WORDS), str(words.number(rng))))
@@ -191,11 +191,11 @@ def _do(rng):
         q = rng.choice(("Repeat: {t}", "Repeat after me: {t}", "Say: {t}", "Please repeat: {t}", "Echo: {t}",
                         'Say "{t}"', "Write: {t}")).format(t=text)
         return q, text, "I repeat the text."
-    if roll < 0.65:
+    if roll < 0.67:
         w = rng.choice(_LETTER_WORDS) if rng.random() < 0.7 else words.invented(rng, 2)
         return (rng.choice((f"Spell the word {w}.", f"How do you spell {w}?", f"Spell {w}.")),
                 "-".join(w.upper()), f"The word is {w}.")
-    if roll < 0.75:
+    if roll < 0.77:
         pool = rng.choice((words.FRUITS, words.ANIMALS, words.COLOURS, words.CITIES))
         n = rng.randrange(2, 6)
         what = {id(words.FRUITS): "fruits", id(words.ANIMALS): "animals", id(words.COLOURS): "colours",

@@ -16,11 +16,16 @@ from .item import draw
 
 PROMPT_WEIGHT, LONG_PROMPT_WEIGHT = 0.1, 0.03     # long: over 500 tokens
 
-# skill maker, share of the tokens drawn for short rows
+# Skill makers and how often each is drawn, by stage of training. Stage 2 stresses recall, the last
+# skill to be learned.
 _SHORT = [(arith.make, 30), (arith.make_one_digit, 4), (chat.make, 20), (jsonobj.make, 12),
           (toolcall.make, 16), (toolcall.make_result, 4), (recall.make_short, 8),
           (story.make, 10), (story.make_raw, 6)]
+_SHORT_2 = [(arith.make, 22), (arith.make_one_digit, 4), (chat.make, 20), (jsonobj.make, 8),
+            (toolcall.make, 12), (toolcall.make_result, 4), (recall.make_short, 30),
+            (story.make, 8), (story.make_raw, 5)]
 _LONG = [(recall.make_long, 1)]
+STAGES = {1: _SHORT, 2: _SHORT_2}
 
 
 def _pick(rng, table):
@@ -136,16 +141,16 @@ def pack(docs, length):
     return {"ids": ids, "weights": weights, "doc": doc, "pos": pos}
 
 
-def block(encoder, seed, length, rows, long=False):
+def block(encoder, seed, length, rows, long=False, stage=1):
     """About `rows` packed rows, the same for the same seed."""
     rng = random.Random(seed)
     docs, budget = [], int(rows * length * 1.02)
     while budget > 0:
-        texts = [document(rng, _LONG if long and rng.random() < 0.8 else _SHORT) for _ in range(32)]
+        texts = [document(rng, _LONG if long and rng.random() < 0.8 else STAGES[stage]) for _ in range(32)]
         new = [d for d in encoder(texts) if len(d[0]) <= length]
         docs += new
         budget -= sum(len(d[0]) for d in new)
     packed = pack(docs, length)
     if len(packed["ids"]) < rows:
-        return block(encoder, seed + 1_000_003, length, rows, long)
+        return block(encoder, seed + 1_000_003, length, rows, long, stage)
     return {k: v[:rows] for k, v in packed.items()}
