@@ -71,7 +71,7 @@ static nb_status sparse_layers(nbi_config *c, const nbi_config_source *s)
     NB_TRY(nbi_config_count(&freq, s, "moe_layer_freq", 1, 1024));
     if (!freq) return nbi_fail(s->err, NB_INVALID, "%s: moe_layer_freq is 0", s->name);
     for (uint32_t i = 0; i < c->n_layers; i++)
-        c->layer_sparse[i] = c->n_experts > 0 && i >= dense && i % freq == 0;
+        c->layer_sparse[i] = i >= dense && i % freq == 0;
     return NB_OK;
 }
 

@@ -69,14 +69,14 @@ void scratch_write_safetensors(const char *dir, const char *name, const char *he
 json_t *scratch_json(const char *text)
 {
     char *copy = strdup(text);
-    json_t *json = NULL;
-    nb_error err = {0};
+    json_t *json;
     NB_ASSERT(copy);
     for (char *p = copy; *p; p++)
         if (*p == '\'') *p = '"';
-    nb_status st = nbi_json_parse(&json, copy, strlen(copy), text, &err);
-    if (st != NB_OK) fprintf(stderr, "%s\n", err.text);
-    NB_ASSERT(st == NB_OK);
+    json_error_t error;
+    json = json_loads(copy, JSON_DECODE_ANY, &error);
+    if (!json) fprintf(stderr, "%s: %s\n", text, error.text);
+    NB_ASSERT(json != NULL);
     free(copy);
     return json;
 }

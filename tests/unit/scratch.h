@@ -19,5 +19,6 @@ unsigned char *scratch_safetensors(const char *header, const void *data, size_t 
 void scratch_write_safetensors(const char *dir, const char *name, const char *header,
                                const void *data, size_t n_data);
 
-/* JSON text with ' instead of ", for readable test tables. Never fails. */
+/* JSON text with ' instead of ", for readable test tables; of keys given twice the later wins.
+ * Never fails. */
 json_t *scratch_json(const char *text);
