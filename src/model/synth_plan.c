@@ -59,7 +59,7 @@ static void add_fp8(nbi_synth_plan *p, const nbi_module *m, float deviation)
     add(p, m->name, ".weight", NBI_F8_E4M3, 2, m->rows, m->cols, (nbi_fill){.kind = NBI_FILL_FP8});
     add(p, m->name, ".weight_scale_inv", NBI_F32, 2, (m->rows + NBI_FP8_BLOCK - 1) / NBI_FP8_BLOCK,
         (m->cols + NBI_FP8_BLOCK - 1) / NBI_FP8_BLOCK,
-        (nbi_fill){NBI_FILL_F32, scale, scale / 4, 0, 0});
+        (nbi_fill){NBI_FILL_F32, scale, scale / 12, 0, 0});
 }
 
 static void add_linear(nbi_synth_plan *p, const nbi_module *m)
