@@ -111,8 +111,11 @@ typedef struct nb_engine_options {
     uint64_t memory_bytes; /* 0: what the machine (or its cgroup) has free */
     const char *schedule_policy; /* "fcfs" (default): first come, first served; "lpm": longest
                                     cached prefix first */
-    bool disable_prefix_cache;   /* do not keep pages for requests that begin alike */
-    nb_progress progress;        /* optional */
+    const char
+        *speculative_algorithm; /* "none" (default), "mtp": draft with the checkpoint's MTP layer */
+    uint32_t speculative_num_steps; /* drafts per step at most, 1 to 8; 0: 3 */
+    bool disable_prefix_cache;      /* do not keep pages for requests that begin alike */
+    nb_progress progress;           /* optional */
     void *progress_user;
 } nb_engine_options;
 
@@ -160,7 +163,9 @@ typedef struct nb_engine_stats {
     uint64_t kv_tokens_cached; /* in pages nobody uses now, ready for a request that begins alike */
     uint64_t prefix_hit_tokens,
         prefix_query_tokens; /* prompt tokens found in the cache, of all prompt tokens */
-    uint64_t preemptions;    /* requests put back into the queue for want of pages */
+    uint64_t draft_steps, draft_tokens,
+        draft_accepted;   /* speculative decoding: verifications, drafts, and how many were right */
+    uint64_t preemptions; /* requests put back into the queue for want of pages */
 } nb_engine_stats;
 
 void nb_engine_get_stats(nb_engine *engine, nb_engine_stats *stats);

@@ -13,6 +13,8 @@ static size_t carve(nbi_step_batch *b, char *base)
         {&b->pos, T * i32},
         {&b->row_seq, T * i32},
         {&b->row_fault, T * i32},
+        {&b->hidden_rows, T * i32},
+        {&b->last_row, S * sizeof(uint32_t)},
         {&b->seq_first, (S + 1) * i32},
         {&b->seq_len, S * i32},
         {&b->page_table, S * b->page_stride * i32},
@@ -66,7 +68,7 @@ void nbi_step_batch_clear(nbi_step_batch *b)
 /* Row `row` at position p: are its logits wanted, and for what? Fills the sample row. */
 static void add_logit_row(nbi_step_batch *b, nb_request *r, uint32_t row, uint32_t p)
 {
-    bool last = p + 1 == r->n_tokens;
+    bool last = p + 1 >= r->n_tokens; /* the newest token, or a draft behind it */
     bool prompt = r->sampling.prompt_logprobs && p + 1 < r->n_prompt && p + 1 >= r->n_reported;
     if (!last && !prompt) return;
     uint32_t i = b->view.n_logit_rows++;
@@ -84,7 +86,7 @@ static void add_logit_row(nbi_step_batch *b, nb_request *r, uint32_t row, uint32
     if (!last) {
         b->sample_rows[i].forced = true;
         b->sample_rows[i].forced_id = r->tokens[p + 1];
-    } else if (r->n_tokens - r->n_prompt < s->min_tokens) {
+    } else if (p + 1 - r->n_prompt < s->min_tokens) {
         b->sample_rows[i].banned = r->end_ids;
         b->sample_rows[i].n_banned = r->n_end_ids;
     }
@@ -93,10 +95,11 @@ static void add_logit_row(nbi_step_batch *b, nb_request *r, uint32_t row, uint32
 void nbi_step_batch_add(nbi_step_batch *b, nb_request *r, uint32_t rows)
 {
     uint32_t s = b->view.n_seqs++, first = b->view.n_rows;
-    NB_ASSERT(s < b->max_seqs && first + rows <= b->max_rows && r->n_cached + rows <= r->n_tokens);
+    NB_ASSERT(s < b->max_seqs && first + rows <= b->max_rows &&
+              r->n_cached + rows <= r->n_tokens + r->n_drafts);
     for (uint32_t i = 0; i < rows; i++) {
         uint32_t row = first + i, p = r->n_cached + i;
-        b->ids[row] = r->tokens[p];
+        b->ids[row] = p < r->n_tokens ? r->tokens[p] : r->drafts[p - r->n_tokens];
         b->pos[row] = (int32_t)p;
         b->row_seq[row] = (int32_t)s;
         b->row_fault[row] = 0;

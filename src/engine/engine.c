@@ -74,6 +74,7 @@ static nb_status copy_options(nb_engine *e, const nb_engine_options *o, nb_error
     e->options.cpu_level = keep_string(e, o->cpu_level, "auto");
     e->options.activations = keep_string(e, o->activations, "weight-only");
     e->options.kv_dtype = keep_string(e, o->kv_dtype, "auto");
+    e->options.speculative_algorithm = keep_string(e, o->speculative_algorithm, "none");
     e->model_name = last_part(e, o->model_dir);
     if (!e->model_name || !e->options.kv_dtype)
         return nbi_fail(err, NB_NO_MEMORY, "engine: out of memory");
@@ -116,12 +117,12 @@ typedef struct memory_plan {
 
 static uint32_t step_rows(const nb_engine *e)
 {
-    return e->chunk_size + e->max_running;
+    return e->chunk_size + e->max_running * (1 + e->n_draft_steps);
 }
 
 static uint32_t step_logit_rows(const nb_engine *e)
 {
-    return e->max_running + NBI_PROMPT_LOGIT_ROWS;
+    return e->max_running * (1 + e->n_draft_steps) + NBI_PROMPT_LOGIT_ROWS;
 }
 
 static uint64_t memory_available(const nb_engine *e)
@@ -208,8 +209,27 @@ static nb_status open_backend(nb_engine *e, nbi_dtype *kv_dtype, nb_error *err)
     return nbi_backend_open(&e->backend, e->options.device, &bo, err);
 }
 
+/* Drafting is asked for by name; a checkpoint without an MTP layer serves without it. */
+static nb_status parse_drafting(nb_engine *e, nb_error *err)
+{
+    const char *name = e->options.speculative_algorithm;
+    uint32_t steps = e->options.speculative_num_steps ? e->options.speculative_num_steps : 3;
+    if (!strcmp(name, "none")) return NB_OK;
+    if (strcmp(name, "mtp") && strcmp(name, "NEXTN") && strcmp(name, "EAGLE"))
+        return nbi_fail(
+            err, NB_INVALID,
+            "speculative_algorithm is \"%s\"; expected none or mtp (NEXTN and EAGLE mean the same)",
+            name);
+    if (steps > NBI_DRAFTS_MAX)
+        return nbi_fail(err, NB_INVALID, "speculative_num_steps is %u; expected 1 to %u", steps,
+                        NBI_DRAFTS_MAX);
+    e->n_draft_steps = steps;
+    return NB_OK;
+}
+
 static nb_status open_model(nb_engine *e, nb_error *err)
 {
+    NB_TRY(parse_drafting(e, err));
     nbi_model_options mo = {.dir = e->options.model_dir,
                             .moe_runner = e->options.moe_runner,
                             .progress = e->options.progress,
@@ -217,7 +237,14 @@ static nb_status open_model(nb_engine *e, nb_error *err)
                             .verify_scales = true,
                             .plan = check_weights_fit,
                             .plan_user = e};
-    return nbi_model_open(&e->model, e->backend, &mo, err);
+    mo.use_mtp = e->n_draft_steps > 0;
+    NB_TRY(nbi_model_open(&e->model, e->backend, &mo, err));
+    if (e->n_draft_steps && !nbi_model_can_draft(e->model)) {
+        nbi_log(NB_LOG_WARN, "%s has no MTP layer: speculative decoding is off",
+                e->options.model_dir);
+        e->n_draft_steps = 0;
+    }
+    return NB_OK;
 }
 
 /* A folder without tokenizer.json serves token ids only. */
@@ -257,6 +284,9 @@ static nb_status reserve_memory(nb_engine *e, nbi_dtype kv_dtype, nb_error *err)
     NB_TRY(nbi_prefix_init(&e->prefix, p.n_pages, 64, err));
     NB_TRY(nbi_step_batch_create(&e->batch, step_rows(e), e->max_running, step_logit_rows(e),
                                  e->max_context, err));
+    if (e->n_draft_steps)
+        NB_TRY(nbi_step_batch_create(&e->drafting, step_rows(e), e->max_running, step_logit_rows(e),
+                                     e->max_context, err));
     e->running = nbi_calloc(e->max_running, sizeof *e->running);
     return e->running ? NB_OK : nbi_fail(err, NB_NO_MEMORY, "engine: out of memory");
 }
@@ -329,6 +359,7 @@ void nb_engine_close(nb_engine **engine)
     if (e->running) end_all(e, NB_FINISH_CANCELLED, NULL);
     nbi_free(e->running);
     nbi_step_batch_destroy(&e->batch);
+    nbi_step_batch_destroy(&e->drafting);
     nbi_prefix_deinit(&e->prefix);
     nbi_kvpool_deinit(&e->pool);
     if (e->kv.layers) nbi_kv_destroy(&e->kv, e->backend);

@@ -25,6 +25,8 @@ extern "C" {
  */
 #define NBI_PROMPT_LOGIT_ROWS 32u
 
+#define NBI_DRAFTS_MAX        8u
+
 /* One event in the ring; its text lies in the request's text ring. */
 typedef struct nbi_event_slot {
     nb_event event;    /* `text` points into text_ring */
@@ -47,13 +49,15 @@ struct nb_request {
     uint32_t n_reported; /* prompt tokens whose event was written */
     int32_t *pages;      /* [n_pages_max] */
     uint32_t n_pages, n_pages_max;
-    uint32_t n_shared;         /* of them, from the front: nodes of the prefix tree */
-    int32_t priority;          /* lower goes first */
-    atomic_uint cached_tokens; /* of the prompt, found in the tree at first admission */
-    bool admitted;             /* once */
-    uint32_t rows;             /* rows in the batch being run */
-    nbi_decoder decoder;       /* bytes -> whole characters */
-    nbi_stop *stop;            /* holds back what may become a stop string */
+    uint32_t n_shared;              /* of them, from the front: nodes of the prefix tree */
+    int32_t priority;               /* lower goes first */
+    atomic_uint cached_tokens;      /* of the prompt, found in the tree at first admission */
+    int32_t drafts[NBI_DRAFTS_MAX]; /* [n_drafts] guesses at the tokens behind tokens[] */
+    uint32_t n_drafts, drafts_wanted;
+    bool admitted;       /* once */
+    uint32_t rows;       /* rows in the batch being run */
+    nbi_decoder decoder; /* bytes -> whole characters */
+    nbi_stop *stop;      /* holds back what may become a stop string */
 
     /* events: `lock` */
     pthread_mutex_t lock;
@@ -78,8 +82,10 @@ typedef struct nbi_step_batch {
     nbi_batch view;
     int32_t *ids, *pos, *row_seq, *seq_first, *seq_len, *page_table, *logit_rows, *row_fault,
         *logit_fault;
-    uint32_t *seq_logit;         /* [n_seqs + 1] first logit row of each sequence */
-    nb_request **seqs;           /* [n_seqs] */
+    int32_t *hidden_rows; /* drafting: [n_rows] */
+    uint32_t *last_row;   /* drafting: [n_seqs] last row of each request in the pass before */
+    uint32_t *seq_logit;  /* [n_seqs + 1] first logit row of each sequence */
+    nb_request **seqs;    /* [n_seqs]; NULL once it has ended */
     nbi_sample_row *sample_rows; /* [n_logit_rows] */
     nbi_sample_out *sample_out;
     void *block;
@@ -98,6 +104,8 @@ struct nb_engine {
     bool lpm;            /* schedule policy: longest cached prefix first */
     bool has_priorities; /* some request came with one; under `lock` */
     nbi_step_batch batch;
+    nbi_step_batch drafting; /* the MTP layer's */
+    uint32_t n_draft_steps;  /* 0: no drafting */
     uint32_t max_context, chunk_size, max_running, n_valid_ids, max_token_bytes;
     uint64_t workspace_bytes;
     const char *model_name;
@@ -130,6 +138,11 @@ void nbi_step_batch_add(nbi_step_batch *batch, nb_request *r, uint32_t rows);
 
 /* ---- scheduler.c: one step */
 nb_status nbi_engine_step_once(nb_engine *e, bool *worked, nb_error *err);
+/* Samples the batch's logit rows into sample_out. */
+nb_status nbi_engine_sample(nb_engine *e, nbi_step_batch *b, float *logits, nb_error *err);
+
+/* ---- draft.c: the step's */
+nb_status nbi_engine_draft(nb_engine *e, nb_error *err);
 
 /* ---- queue.c: the waiting list; called with the engine's lock held */
 void nbi_queue_push(nb_engine *e, nb_request *r);

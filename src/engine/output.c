@@ -19,11 +19,23 @@ static uint32_t text_place(nb_request *r)
     return r->text_begin - r->text_end > r->text_worst ? r->text_end : UINT32_MAX;
 }
 
+/* Bytes of the text ring from the first unread to the newest, with what a wrap left unused. */
+static uint32_t text_span(const nb_request *r)
+{
+    if (!r->count) return 0;
+    return r->text_end >= r->text_begin ? r->text_end - r->text_begin
+                                        : r->text_cap - (r->text_begin - r->text_end);
+}
+
 bool nbi_request_has_room(nb_request *r, uint32_t rows)
 {
-    uint32_t events = 2 + (r->sampling.prompt_logprobs && r->n_reported < r->n_prompt ? rows : 0);
+    bool decoding = r->n_tokens - r->n_cached == 1;
+    uint32_t answers = decoding ? rows : 1;
+    uint32_t prompts = r->sampling.prompt_logprobs && r->n_reported < r->n_prompt ? rows : 0;
     pthread_mutex_lock(&r->lock);
-    bool room = r->count + events <= NBI_EVENTS_MAX && text_place(r) != UINT32_MAX;
+    bool room = r->count + answers + prompts + 1 <= NBI_EVENTS_MAX; /* 1: the event that ends it */
+    room = room && r->text_cap - text_span(r) >=
+                       (answers + 1) * r->text_worst; /* 1: a wrap may waste as much */
     pthread_mutex_unlock(&r->lock);
     return room;
 }

@@ -60,7 +60,7 @@ void nbi_request_drop_pages(nb_engine *e, nb_request *r)
             nbi_kvpool_give(&e->pool, r->pages[i]);
         }
     }
-    r->n_pages = r->n_shared = r->n_cached = 0;
+    r->n_pages = r->n_shared = r->n_cached = r->n_drafts = 0;
 }
 
 void nbi_kv_pages_flush(nb_engine *e)

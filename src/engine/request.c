@@ -109,7 +109,7 @@ static nb_status fill(nb_request *r, nb_engine *e, const nb_request_options *o, 
     r->n_pages_max = (r->n_max + NBI_PAGE_TOKENS - 1) / NBI_PAGE_TOKENS;
     size_t worst = NBI_DECODER_ROOM(e->max_token_bytes) + NBI_DECODER_ROOM(0);
     r->text_worst = (uint32_t)(worst + 2 * nbi_stop_room(r->stop, worst));
-    r->text_cap = 8 * r->text_worst + 2048;
+    r->text_cap = (8 + e->n_draft_steps) * r->text_worst + 2048;
     r->tokens = nbi_malloc(r->n_max * sizeof *r->tokens);
     r->pages = nbi_malloc(r->n_pages_max * sizeof *r->pages);
     r->ring = nbi_calloc(NBI_EVENTS_MAX, sizeof *r->ring);

@@ -152,13 +152,18 @@ static uint32_t rows_wanted(const nb_request *r, uint32_t budget, uint32_t logit
     return rows;
 }
 
+/* Decode rows: the newest token and the drafts behind it, as far as pages and the reader's ring
+ * allow. */
 static void add_decoding(nb_engine *e)
 {
     for (uint32_t i = 0; i < e->n_running; i++) {
         nb_request *r = e->running[i];
         r->rows = 0;
-        if (r->n_tokens - r->n_cached != 1 || !nbi_request_has_room(r, 1)) continue;
-        if (ensure_pages(e, i, 1)) nbi_step_batch_add(&e->batch, r, 1);
+        if (r->n_tokens - r->n_cached != 1) continue;
+        if (r->n_drafts && !nbi_request_has_room(r, 1 + r->n_drafts)) r->n_drafts = 0;
+        if (!nbi_request_has_room(r, 1)) continue;
+        uint32_t rows = ensure_pages(e, i, 1 + r->n_drafts);
+        if (rows) nbi_step_batch_add(&e->batch, r, rows);
     }
 }
 
@@ -223,6 +228,16 @@ static nb_finish fail_numeric(nb_request *r, int32_t fault)
     return NB_FINISH_ERROR;
 }
 
+static void count_drafts(nb_engine *e, uint32_t drafted, uint32_t accepted)
+{
+    if (!drafted) return;
+    pthread_mutex_lock(&e->lock);
+    e->stats.draft_steps++;
+    e->stats.draft_tokens += drafted;
+    e->stats.draft_accepted += accepted;
+    pthread_mutex_unlock(&e->lock);
+}
+
 /* Hands the logit rows of sequence s out, in order. Returns how it ended, NB_FINISH_NONE when it
  * goes on. */
 static nb_finish deliver(nb_engine *e, uint32_t s)
@@ -231,16 +246,23 @@ static nb_finish deliver(nb_engine *e, uint32_t s)
     nb_request *r = b->seqs[s];
     int32_t fault = fault_of(b, s);
     if (fault) return fail_numeric(r, fault);
-    r->n_cached += r->rows;
-    nbi_request_share_pages(e, r);
     if (r->sampling.prompt_logprobs && !r->n_reported) nbi_request_put_prompt(r, 0, NULL);
+    uint32_t confirmed = min_u32(r->rows, r->n_tokens - r->n_cached), drafts = 0;
+    r->n_cached += confirmed;
     for (uint32_t i = b->seq_logit[s]; i < b->seq_logit[s + 1]; i++) {
+        const nbi_sample_out *out = &b->sample_out[i];
         if (b->sample_rows[i].forced) {
-            nbi_request_put_prompt(r, r->n_reported, &b->sample_out[i]);
-        } else if (nbi_request_put_token(e, r, &b->sample_out[i])) {
-            return NB_FINISH_STOP;
+            nbi_request_put_prompt(r, r->n_reported, out);
+            continue;
         }
+        if (nbi_request_put_token(e, r, out)) return NB_FINISH_STOP;
+        if (drafts == r->rows - confirmed || out->id != r->drafts[drafts]) break;
+        drafts++; /* the draft is the token: its row is the token's row */
+        r->n_cached++;
     }
+    count_drafts(e, r->rows - confirmed, drafts);
+    r->n_drafts = 0;
+    nbi_request_share_pages(e, r);
     return NB_FINISH_NONE;
 }
 
@@ -264,6 +286,7 @@ static void deliver_all(nb_engine *e)
         if (finish == NB_FINISH_NONE) continue;
         count_end(e, finish);
         retire(e, index_of(e, r));
+        b->seqs[s] = NULL;
     }
     pthread_mutex_lock(&e->lock);
     e->stats.n_steps++;
@@ -272,22 +295,27 @@ static void deliver_all(nb_engine *e)
     pthread_mutex_unlock(&e->lock);
 }
 
+nb_status nbi_engine_sample(nb_engine *e, nbi_step_batch *b, float *logits, nb_error *err)
+{
+    e->backend->ops->sample(e->backend,
+                            &(nbi_sample_args){.out = b->sample_out,
+                                               .logits = logits,
+                                               .rows = b->sample_rows,
+                                               .n_rows = b->view.n_logit_rows,
+                                               .vocab = nbi_model_config(e->model)->vocab,
+                                               .n_valid = e->n_valid_ids,
+                                               .row_fault = b->logit_fault});
+    return e->backend->ops->sync(e->backend, err);
+}
+
 static nb_status run(nb_engine *e, nb_error *err)
 {
     nbi_step_batch *b = &e->batch;
     float *logits;
     NB_TRY(nbi_model_forward(e->model, &e->kv, &b->view, &logits, err));
-    if (b->view.n_logit_rows) {
-        e->backend->ops->sample(e->backend,
-                                &(nbi_sample_args){.out = b->sample_out,
-                                                   .logits = logits,
-                                                   .rows = b->sample_rows,
-                                                   .n_rows = b->view.n_logit_rows,
-                                                   .vocab = nbi_model_config(e->model)->vocab,
-                                                   .n_valid = e->n_valid_ids,
-                                                   .row_fault = b->logit_fault});
-    }
-    return e->backend->ops->sync(e->backend, err);
+    if (b->view.n_logit_rows) NB_TRY(nbi_engine_sample(e, b, logits, err));
+    deliver_all(e);
+    return e->n_draft_steps ? nbi_engine_draft(e, err) : NB_OK;
 }
 
 nb_status nbi_engine_step_once(nb_engine *e, bool *worked, nb_error *err)
@@ -298,10 +326,7 @@ nb_status nbi_engine_step_once(nb_engine *e, bool *worked, nb_error *err)
     nbi_heap_forbid();
     build(e);
     nb_status st = NB_OK;
-    if (e->batch.view.n_rows) {
-        st = run(e, err);
-        if (st == NB_OK) deliver_all(e);
-    }
+    if (e->batch.view.n_rows) st = run(e, err);
     nbi_heap_allow();
     *worked = e->batch.view.n_rows > 0;
     pthread_mutex_lock(&e->lock);

@@ -54,6 +54,9 @@ static size_t carve(nbi_workspace *ws, const nbi_model *m, uint32_t T, uint32_t 
         {&ws->logits, (size_t)R * c->vocab * f32},
         {&ws->cos, T * (c->rope.dim / 2) * f32},
         {&ws->sin, T * (c->rope.dim / 2) * f32},
+        {&ws->hidden, m->can_draft ? T * c->hidden * act : 0},
+        {&ws->draft_hidden, m->can_draft ? T * c->hidden * act : 0},
+        {&ws->pair, m->can_draft ? T * 2 * c->hidden * act : 0},
     };
     for (size_t i = 0; i < sizeof parts / sizeof *parts; i++) {
         size_t at = nbi_plan_add(&plan, parts[i].bytes);
@@ -147,11 +150,11 @@ static void linear(step *s, void *y, const void *x, const nbi_weight *w, const f
     linear_f(s, y, x, w, bias, false);
 }
 
-/* Adds what is pending to the residual and norms it into xn. */
-static void residual_norm(step *s, const float *weight, uint32_t layer, nbi_where where)
+/* Adds what is pending to the residual and norms it into `out`. */
+static void residual_norm(step *s, const float *weight, void *out, uint32_t layer, nbi_where where)
 {
     uint32_t H = s->c->hidden;
-    s->b->ops->rmsnorm(s->b, &(nbi_rmsnorm_args){.out = s->ws->xn,
+    s->b->ops->rmsnorm(s->b, &(nbi_rmsnorm_args){.out = out,
                                                  .x = s->ws->x,
                                                  .delta = s->has_delta ? s->ws->delta : NULL,
                                                  .weight = weight,
@@ -332,13 +335,13 @@ static void moe(step *s, const nbi_moe_weights *w)
 static void decoder_layer(step *s, uint32_t index, const nbi_kv_layer *cache)
 {
     const nbi_layer *layer = &s->m->layers[index];
-    residual_norm(s, layer->input_norm, index, NBI_WHERE_INPUT_NORM);
+    residual_norm(s, layer->input_norm, s->ws->xn, index, NBI_WHERE_INPUT_NORM);
     if (s->c->attention == NBI_ATTENTION_MLA) {
         mla(s, layer, cache);
     } else {
         gqa(s, layer, cache);
     }
-    residual_norm(s, layer->post_norm, index, NBI_WHERE_POST_NORM);
+    residual_norm(s, layer->post_norm, s->ws->xn, index, NBI_WHERE_POST_NORM);
     if (layer->sparse) {
         moe(s, &layer->moe);
     } else {
@@ -346,6 +349,7 @@ static void decoder_layer(step *s, uint32_t index, const nbi_kv_layer *cache)
     }
 }
 
+/* Embeds the rows into x and computes their rotations. */
 static void embed_rows(step *s)
 {
     s->b->ops->embed(s->b,
@@ -363,16 +367,17 @@ static void embed_rows(step *s)
     s->index_rope.interleaved = s->c->index_interleaved;
 }
 
-static void head_rows(step *s)
+/* Final norm of every row into `normed`, logits of the rows that want them. */
+static void head_rows(step *s, const float *norm, void *normed)
 {
     const nbi_model *m = s->m;
-    residual_norm(s, m->final_norm, m->n_layers, NBI_WHERE_FINAL_NORM);
     uint32_t R = s->batch->n_logit_rows, H = s->c->hidden;
+    residual_norm(s, norm, normed, m->n_layers, NBI_WHERE_FINAL_NORM);
     if (!R) return;
     s->b->ops->gather(
         s->b,
         &(nbi_gather_args){
-            .out = s->ws->last, .x = s->ws->xn, .rows = s->batch->logit_rows, .n = R, .width = H});
+            .out = s->ws->last, .x = normed, .rows = s->batch->logit_rows, .n = R, .width = H});
     s->b->ops->linear(s->b, &(nbi_linear_args){.y = s->ws->logits,
                                                .x = s->ws->last,
                                                .w = m->head,
@@ -382,15 +387,67 @@ static void head_rows(step *s)
                                                .y_f32 = true});
 }
 
-nb_status nbi_model_forward(nbi_model *m, nbi_kv *kv, const nbi_batch *batch, float **logits,
-                            nb_error *err)
+static step begin(nbi_model *m, const nbi_batch *batch)
 {
     NB_ASSERT(m->ws.block && batch->n_rows <= m->ws.max_rows &&
               batch->n_logit_rows <= m->ws.max_logit_rows);
-    step s = {.m = m, .b = m->b, .c = &m->config, .ws = &m->ws, .batch = batch};
+    return (step){.m = m, .b = m->b, .c = &m->config, .ws = &m->ws, .batch = batch};
+}
+
+nb_status nbi_model_forward(nbi_model *m, nbi_kv *kv, const nbi_batch *batch, float **logits,
+                            nb_error *err)
+{
+    step s = begin(m, batch);
     embed_rows(&s);
     for (uint32_t l = 0; l < m->n_layers; l++) decoder_layer(&s, l, &kv->layers[l]);
-    head_rows(&s);
+    head_rows(&s, m->final_norm, m->can_draft ? m->ws.hidden : m->ws.xn);
+    *logits = m->ws.logits;
+    return m->b->ops->sync(m->b, err);
+}
+
+/* ---------------------------------------------------------------- drafting */
+
+/* x = eh_proj [enorm(embedding), hnorm(hidden state)]. */
+static void join_hidden(step *s, const int32_t *hidden_rows, bool from_draft)
+{
+    const nbi_mtp_weights *w = &s->m->mtp;
+    nbi_workspace *ws = s->ws;
+    uint32_t T = s->batch->n_rows, H = s->c->hidden;
+    size_t act = nbi_dtype_bits(s->b->act_dtype) / 8;
+    s->b->ops->gather(s->b, &(nbi_gather_args){.out = ws->delta,
+                                               .x = from_draft ? ws->draft_hidden : ws->hidden,
+                                               .rows = hidden_rows,
+                                               .n = T,
+                                               .width = H});
+    s->b->ops->rmsnorm(s->b, &(nbi_rmsnorm_args){.out = ws->pair,
+                                                 .x = ws->x,
+                                                 .weight = w->enorm,
+                                                 .eps = s->c->norm_eps,
+                                                 .n_rows = T,
+                                                 .width = H,
+                                                 .x_stride = H,
+                                                 .out_stride = 2 * H});
+    s->b->ops->rmsnorm(s->b, &(nbi_rmsnorm_args){.out = (char *)ws->pair + H * act,
+                                                 .x = ws->delta,
+                                                 .weight = w->hnorm,
+                                                 .eps = s->c->norm_eps,
+                                                 .n_rows = T,
+                                                 .width = H,
+                                                 .x_stride = H,
+                                                 .out_stride = 2 * H});
+    linear(s, ws->x, ws->pair, w->eh_proj, NULL);
+}
+
+nb_status nbi_model_draft(nbi_model *m, nbi_kv *kv, const nbi_batch *batch,
+                          const int32_t *hidden_rows, bool from_draft, float **logits,
+                          nb_error *err)
+{
+    NB_ASSERT(m->can_draft);
+    step s = begin(m, batch);
+    embed_rows(&s);
+    join_hidden(&s, hidden_rows, from_draft);
+    decoder_layer(&s, m->n_layers, &kv->layers[m->n_layers]);
+    head_rows(&s, m->mtp.head_norm, m->ws.draft_hidden);
     *logits = m->ws.logits;
     return m->b->ops->sync(m->b, err);
 }

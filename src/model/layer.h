@@ -84,6 +84,9 @@ typedef struct nbi_workspace {
     void *last;                    /* [R, H] normed rows for the head */
     float *logits;                 /* [R, V] */
     float *cos, *sin;              /* [T, rope dim / 2] */
+    void *hidden,
+        *draft_hidden; /* drafting: [T, H] final states of the last forward and draft pass */
+    void *pair;        /* drafting: [T, 2H] normed embedding, normed hidden state */
     uint32_t max_rows, max_logit_rows;
 } nbi_workspace;
 
@@ -101,7 +104,8 @@ struct nbi_model {
     nbi_arena arena;                  /* names, views, layers, host vectors */
     const nbi_moe_runner_ops *runner; /* NULL without experts */
     uint32_t n_layers;                /* main stack */
-    bool has_mtp;
+    bool has_mtp;                     /* the files hold the layer */
+    bool can_draft;    /* and it was asked for: cache and workspace have room for it */
     nbi_layer *layers; /* [n_layers + has_mtp] */
     nbi_mtp_weights mtp;
     nbi_weight *embed, *head; /* [V, H]; the same object when tied */

@@ -70,6 +70,8 @@ static nb_status open_parts(nbi_model *m, const nbi_model_options *opt, nb_error
             m->config.rope.yarn ? " with YaRN" : "");
     NB_TRY(nbi_model_load_weights(m, opt, err));
     report_unused(m);
+    m->can_draft = m->has_mtp && opt->use_mtp;
+    if (!m->can_draft) m->config.n_mtp_layers = 0; /* the cache has no place for it */
     return NB_OK;
 }
 
@@ -110,6 +112,11 @@ const nbi_config *nbi_model_config(const nbi_model *m)
 const char *nbi_model_runner(const nbi_model *m)
 {
     return m->runner ? m->runner->name : "none";
+}
+
+bool nbi_model_can_draft(const nbi_model *m)
+{
+    return m->can_draft;
 }
 
 uint64_t nbi_model_weight_bytes(const nbi_model *m)

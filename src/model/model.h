@@ -20,6 +20,7 @@ typedef struct nbi_model_options {
     nb_progress progress;
     void *progress_user;
     bool verify_scales; /* read and check every scale (default true) */
+    bool use_mtp;       /* make ready for nbi_model_draft() when the files hold an MTP layer */
     /* Optional: called when headers are read and no weight is; an error refuses the model. */
     nb_status (*plan)(void *user, const nbi_config *config, uint64_t weight_bytes, nb_error *err);
     void *plan_user;
@@ -66,6 +67,16 @@ nb_status nbi_model_reserve(nbi_model *model, uint32_t max_rows, uint32_t max_se
  * the model, valid until the next call). */
 nb_status nbi_model_forward(nbi_model *model, nbi_kv *kv, const nbi_batch *batch, float **logits,
                             nb_error *err);
+
+/* ---- drafting with the MTP layer (options.use_mtp). A draft pass runs the layer over `batch`: row
+ * i holds token ids[i] behind the position pos[i] whose final hidden state is hidden row
+ * hidden_rows[i] of the last forward (`from_draft` false) or of the last draft pass (true). It
+ * appends to the MTP layer's cache at pos[i], and leaves logits of what follows ids[i]. Source:
+ * DeepSeek-V3 (arXiv 2412.19437), section 2.2. */
+bool nbi_model_can_draft(const nbi_model *model);
+nb_status nbi_model_draft(nbi_model *model, nbi_kv *kv, const nbi_batch *batch,
+                          const int32_t *hidden_rows, bool from_draft, float **logits,
+                          nb_error *err);
 
 /* Sentence for a guard code of nbi_batch.row_fault: "layer 3, post-attention norm: non-finite
  * value". */

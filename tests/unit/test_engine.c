@@ -177,6 +177,47 @@ static void a_cached_prefix_changes_no_token(void **state)
     }
 }
 
+/* Drafts cost or save time, never a token: greedy and sampled, alone and together, also when pages
+ * are short. */
+static void drafting_changes_no_token(void **state)
+{
+    (void)state;
+    static const char *const with_mtp[] = {DATA("glm5-bf16"), DATA("glm45air-bf16"),
+                                           DATA("glm52-nvfp4-routed")};
+    for (size_t m = 0; m < sizeof with_mtp / sizeof *with_mtp; m++) {
+        int32_t alone[4][MAX_TOKENS], drafted[MAX_TOKENS];
+        for (uint32_t k = 0; k < 4; k++)
+            generate_alone(with_mtp[m], 512, 3 + k, 60, k % 2 ? 0.5f : 0, alone[k]);
+        nb_engine_options o;
+        nb_error err = {0};
+        nb_engine *e = NULL;
+        nb_engine_options_default(&o);
+        o.model_dir = with_mtp[m];
+        o.max_context = 192;
+        o.chunk_size = 20;
+        o.max_running = 4;
+        o.kv_tokens = 6 * 64;
+        o.speculative_algorithm = "mtp";
+        o.speculative_num_steps = 3;
+        if (nb_engine_open(&e, &o, &err) != NB_OK) fail_msg("%s", err.text);
+        nb_request *r[4];
+        nb_engine_stats stats;
+        for (uint32_t k = 0; k < 4; k++) r[k] = submit(e, 3 + k, 60, k % 2 ? 0.5f : 0);
+        for (uint32_t k = 0; k < 4; k++) {
+            nb_finish finish;
+            assert_int_equal(drain(e, r[k], drafted, &finish), 60);
+            assert_memory_equal(drafted, alone[k], 60 * sizeof(int32_t));
+            nb_request_close(&r[k]);
+        }
+        nb_engine_get_stats(e, &stats);
+        assert_true(stats.draft_steps > 0);
+        assert_true(stats.draft_tokens > stats.draft_steps);
+        assert_true(stats.draft_accepted <= stats.draft_tokens);
+        assert_int_equal(stats.kv_tokens_used, 0);
+        nb_engine_close(&e);
+    }
+}
+
 static void a_slow_reader_holds_only_itself(void **state)
 {
     (void)state;
@@ -494,6 +535,7 @@ int main(void)
         cmocka_unit_test(same_tokens_however_the_prompt_is_cut),
         cmocka_unit_test(preempted_requests_give_the_same_tokens),
         cmocka_unit_test(a_cached_prefix_changes_no_token),
+        cmocka_unit_test(drafting_changes_no_token),
         cmocka_unit_test(a_slow_reader_holds_only_itself),
         cmocka_unit_test(cancel_frees_pages_in_one_step),
         cmocka_unit_test(bad_requests_name_the_field),
