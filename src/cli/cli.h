@@ -82,10 +82,13 @@ void nbi_cli_show_progress(void *user, uint64_t done, uint64_t total);
 
 /* ---- subcommands (main.c has the table) */
 
+int nbi_cmd_bench(int argc, char **argv);
 int nbi_cmd_inspect(int argc, char **argv);
 int nbi_cmd_quantize(int argc, char **argv);
+int nbi_cmd_serve(int argc, char **argv);
 int nbi_cmd_score(int argc, char **argv);
 int nbi_cmd_synth(int argc, char **argv);
+int nbi_cmd_tokenize(int argc, char **argv);
 
 #ifdef __cplusplus
 }

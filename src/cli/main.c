@@ -10,6 +10,7 @@ static const struct row {
     int (*run)(int argc, char **argv);
     const char *text;
 } rows[] = {
+    {"bench", nbi_cmd_bench, "decode and prefill speed against the memory's floor"},
     {"inspect", nbi_cmd_inspect, "what a checkpoint holds and whether it can run"},
     {"quantize", nbi_cmd_quantize, "BF16 weights to NVFP4"},
     {"score", nbi_cmd_score, "log-likelihood, perplexity and logits of given tokens"},

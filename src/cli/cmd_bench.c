@@ -1,0 +1,125 @@
+/* nibble bench: decode and prefill speed of a checkpoint as a share of what the memory allows. */
+#include <stdio.h>
+#include <string.h>
+
+#include "cli/cli.h"
+#include "perf/bench.h"
+
+static const nbi_command command = {
+    .name = "bench",
+    .summary = "Decode and prefill speed against the floor of the machine's read bandwidth.",
+    .usage = "(decode | prefill) --model DIR [OPTIONS]",
+    .text =
+        "Runs the model on random tokens, fresh each step, so that experts are chosen as in real\n"
+        "use. The floor of a token is the bytes that it must read, divided by the bandwidth that\n"
+        "plain loads reach over the same mapped weights in the same run. Times are medians over\n"
+        "the repeats, with the smallest and the largest. gmac_per_s counts the multiply-adds of\n"
+        "all matrix products, not the attention over the cache.\n"
+        "  decode   steps of --batch sequences whose caches hold --context tokens\n"
+        "  prefill  prompts of --tokens tokens behind --context tokens",
+    .operands = "decode or prefill",
+};
+
+typedef struct args {
+    nbi_bench_options bench;
+    const char *model, *cpu_level, *activations, *kv_dtype;
+    uint32_t tokens;
+    bool json;
+} args;
+
+static void print_json(const nbi_bench_result *r)
+{
+    printf("{\"bytes_per_token\": %llu, \"read_bandwidth\": %.6g, \"floor_ms\": %.6g, "
+           "\"ms_per_token\": %.6g, \"ms_per_token_min\": %.6g, \"ms_per_token_max\": %.6g, "
+           "\"tokens_per_s\": %.6g, \"share_of_floor\": %.4g, \"gmac_per_s\": %.6g, "
+           "\"weight_bytes\": %llu, \"threads\": %u, \"runner\": \"%s\", \"device\": \"%s\"}\n",
+           (unsigned long long)r->bytes_per_token, r->read_bandwidth, r->floor_ms, r->ms_per_token,
+           r->ms_per_token_min, r->ms_per_token_max, r->tokens_per_s, r->share_of_floor,
+           r->gmac_per_s, (unsigned long long)r->weight_bytes, r->n_threads, r->runner, r->device);
+}
+
+static void print_text(const args *a, const nbi_bench_result *r)
+{
+    char bytes[24], weights[24], rate[24];
+    printf("%s, batch %u, context %u, tokens %u, repeats %u; runner %s, %s, weights %s\n",
+           a->bench.prefill ? "prefill" : "decode", a->bench.batch, a->bench.context,
+           a->bench.tokens, a->bench.repeat, r->runner, r->device,
+           nbi_cli_bytes(weights, r->weight_bytes));
+    printf("read per token    %s\n", nbi_cli_bytes(bytes, r->bytes_per_token));
+    printf("read bandwidth    %s/s\n", nbi_cli_bytes(rate, (uint64_t)r->read_bandwidth));
+    printf("floor             %.3f ms per token\n", r->floor_ms);
+    printf("time              %.3f ms per token (%.3f to %.3f), %.1f tokens/s\n", r->ms_per_token,
+           r->ms_per_token_min, r->ms_per_token_max, r->tokens_per_s);
+    printf("share of floor    %.1f %%\n", 100 * r->share_of_floor);
+    printf("multiply-adds     %.1f GMAC/s, %.1f per thread\n", r->gmac_per_s,
+           r->gmac_per_s / r->n_threads);
+}
+
+/* -1 to go on, else the exit status. */
+static int settle(args *a, int n_operands, char **argv)
+{
+    if (n_operands != 1 || (strcmp(argv[1], "decode") && strcmp(argv[1], "prefill")))
+        return nbi_cli_usage(&command, "say what to measure: decode or prefill");
+    a->bench.prefill = !strcmp(argv[1], "prefill");
+    a->bench.dir = a->model;
+    a->bench.tokens = a->tokens ? a->tokens : a->bench.prefill ? 512 : 32;
+    if (strcmp(a->activations, "weight-only") && strcmp(a->activations, "w4a4"))
+        return nbi_cli_usage(&command, "--activations: \"%s\"; expected weight-only or w4a4",
+                             a->activations);
+    a->bench.backend.w4a4 = !strcmp(a->activations, "w4a4");
+    if (strcmp(a->kv_dtype, "auto") && strcmp(a->kv_dtype, "bf16") && strcmp(a->kv_dtype, "f32"))
+        return nbi_cli_usage(&command, "--kv-cache-dtype: \"%s\"; expected auto, bf16 or f32",
+                             a->kv_dtype);
+    nb_error err;
+    if (nbi_cpu_level_parse(&a->bench.backend.cpu_level, a->cpu_level, &err) != NB_OK)
+        return nbi_cli_fail(&command, &err);
+    const bool f32 = !strcmp(a->kv_dtype, "f32") ||
+                     (!strcmp(a->kv_dtype, "auto") &&
+                      a->bench.backend.cpu_level == NBI_CPU_REFERENCE);
+    a->bench.kv_dtype = f32 ? NBI_F32 : NBI_BF16;
+    return -1;
+}
+
+int nbi_cmd_bench(int argc, char **argv)
+{
+    args a = {.bench = {.batch = 1, .chunk = 512, .repeat = 5, .seed = 1},
+              .cpu_level = "auto",
+              .activations = "weight-only",
+              .kv_dtype = "auto"};
+    nbi_bench_options *b = &a.bench;
+    const nbi_opt options[] = {
+        {"model", NBI_OPT_STRING, &a.model, "DIR", "checkpoint in Hugging Face layout", true},
+        {"batch", NBI_OPT_U32, &b->batch, "N", "sequences (default 1)", false},
+        {"context", NBI_OPT_U32, &b->context, "N", "tokens already in the cache (default 0)", false},
+        {"tokens", NBI_OPT_U32, &a.tokens, "N",
+         "decode: steps of a repeat (default 32);\nprefill: tokens of a prompt (default 512)", false},
+        {"repeat", NBI_OPT_U32, &b->repeat, "N", "default 5", false},
+        {"chunk-size", NBI_OPT_U32, &b->chunk, "N", "prompt tokens per step (default 512)", false},
+        {"seed", NBI_OPT_U64, &b->seed, "N", "of the token ids (default 1)", false},
+        {"cpu-level", NBI_OPT_STRING, &a.cpu_level, "LEVEL",
+         "auto (default), or at most reference, avx2, avx512, amx", false},
+        {"activations", NBI_OPT_STRING, &a.activations, "KIND",
+         "weight-only (default), or w4a4: NVFP4 activations\nas the checkpoint's input scales say",
+         false},
+        {"kv-cache-dtype", NBI_OPT_STRING, &a.kv_dtype, "TYPE",
+         "auto (default: f32 at level reference, else bf16), bf16, f32", false},
+        {"moe-runner-backend", NBI_OPT_STRING, &b->moe_runner, "NAME", "default auto", false},
+        {"threads", NBI_OPT_U32, &b->backend.n_threads, "N",
+         "default: all cores this process may use", false},
+        {"json", NBI_OPT_FLAG, &a.json, NULL, "one JSON object on stdout", false},
+        {0},
+    };
+    int n_operands = 0;
+    int status = nbi_cli_parse(&command, options, argc, argv, &n_operands);
+    if (status < 0) status = settle(&a, n_operands, argv);
+    if (status >= 0) return status;
+    nb_error err;
+    nbi_bench_result result;
+    nbi_cli_log_start(NB_LOG_WARN);
+    if (nbi_bench_run(&result, b, &err) != NB_OK) return nbi_cli_fail(&command, &err);
+    if (a.json)
+        print_json(&result);
+    else
+        print_text(&a, &result);
+    return NBI_EXIT_OK;
+}
