@@ -16,6 +16,7 @@
 
 #define FILE_BYTES_MAX ((size_t)16 << 20)
 #define IGNORE_MAX     1000000u
+#define MATCH_LIMIT    100000u /* steps of one expression */
 
 const char *nbi_convention_name(nbi_convention convention)
 {
@@ -196,8 +197,8 @@ void nbi_quant_free(nbi_quant *quant)
     *quant = (nbi_quant){0};
 }
 
-/* An expression that does not compile or runs into a limit matches nothing: the lists are advisory.
- */
+/* An expression that does not compile or runs into the limit matches nothing: the lists are
+ * advisory. */
 static bool match_regex(const char *pattern, const char *module)
 {
     int code;
@@ -206,7 +207,11 @@ static bool match_regex(const char *pattern, const char *module)
                                    PCRE2_UTF | PCRE2_ANCHORED, &code, &at, NULL);
     if (!re) return false;
     pcre2_match_data *data = pcre2_match_data_create(1, NULL);
-    bool hit = data && pcre2_match(re, (PCRE2_SPTR)module, strlen(module), 0, 0, data, NULL) >= 0;
+    pcre2_match_context *context = pcre2_match_context_create(NULL);
+    if (context) pcre2_set_match_limit(context, MATCH_LIMIT);
+    bool hit = data && context &&
+               pcre2_match(re, (PCRE2_SPTR)module, strlen(module), 0, 0, data, context) >= 0;
+    pcre2_match_context_free(context);
     pcre2_match_data_free(data);
     pcre2_code_free(re);
     return hit;

@@ -83,30 +83,34 @@ static nb_status read_index(nbi_st_reader *r, nbi_st_index *x)
     return NB_OK;
 }
 
+nb_status nbi_st_index_parse(nbi_st_index *out, const char *text, size_t n, const char *path,
+                             nb_error *err)
+{
+    const uint8_t *begin = (const uint8_t *)text;
+    nbi_st_index x = {.pool = nbi_malloc(n + 1)};
+    if (!x.pool) return nbi_fail(err, NB_NO_MEMORY, "%s: out of memory", path);
+    nbi_st_reader r = {.begin = begin,
+                       .p = begin,
+                       .end = begin + n,
+                       .file = path,
+                       .what = "index",
+                       .pool = x.pool,
+                       .err = err};
+    nb_status st = read_index(&r, &x);
+    if (st == NB_OK)
+        *out = x;
+    else
+        nbi_st_index_free(&x);
+    return st;
+}
+
 nb_status nbi_st_index_load(nbi_st_index *out, const char *path, nb_error *err)
 {
     char *text = NULL;
     size_t n = 0;
     NB_TRY(nbi_file_read(&text, &n, path, INDEX_BYTES_MAX, err));
-    nbi_st_index x = {.pool = nbi_malloc(n + 1)};
-    nb_status st = NB_NO_MEMORY;
-    if (x.pool) {
-        nbi_st_reader r = {.begin = (const uint8_t *)text,
-                           .p = (const uint8_t *)text,
-                           .end = (const uint8_t *)text + n,
-                           .file = path,
-                           .what = "index",
-                           .pool = x.pool,
-                           .err = err};
-        st = read_index(&r, &x);
-    } else {
-        nbi_fail(err, st, "%s: out of memory", path);
-    }
+    nb_status st = nbi_st_index_parse(out, text, n, path, err);
     nbi_free(text);
-    if (st == NB_OK)
-        *out = x;
-    else
-        nbi_st_index_free(&x);
     return st;
 }
 
