@@ -1,14 +1,19 @@
-/* Operator contracts and the table a device implements. The model is a list of these calls, the same for every device.
+/* Operator contracts and the table a device implements. The model is a list of these calls, the
+ * same for every device.
  *
- * Shapes: T rows of the batch, S sequences, H hidden, V vocabulary. Buffers marked `act` hold activations in the backend's own type
- * (nbi_backend.act_dtype: F32 on the CPU); all other types are written out. Every pointer in an args struct is a device pointer of
- * this backend unless marked host. Rows of a buffer are contiguous unless a stride is given.
+ * Shapes: T rows of the batch, S sequences, H hidden, V vocabulary. Buffers marked `act` hold
+ * activations in the backend's own type (nbi_backend.act_dtype: F32 on the CPU); all other types
+ * are written out. Every pointer in an args struct is a device pointer of this backend unless
+ * marked host. Rows of a buffer are contiguous unless a stride is given.
  *
- * Numerics, for every entry: accumulation in float32 or better; the order of every reduction depends on the row's own shapes (K, context
- * length, expert ids), never on T, S, its neighbours, the thread count or the cut of a prompt into chunks: a row's result is the same bits
- * in any batch. No operator allocates; scratch comes from `workspace`, sized by the plan function of the table.
+ * Numerics, for every entry: accumulation in float32 or better; the order of every reduction
+ * depends on the row's own shapes (K, context length, expert ids), never on T, S, its neighbours,
+ * the thread count or the cut of a prompt into chunks: a row's result is the same bits in any
+ * batch. No operator allocates; scratch comes from `workspace`, sized by the plan function of the
+ * table.
  *
- * Numerics guard: norms and the head find non-finite rows. They write `1 + layer * NBI_WHERE_COUNT + where` to row_fault[t] if it is still 0. */
+ * Numerics guard: norms and the head find non-finite rows. They write `1 + layer * NBI_WHERE_COUNT
+ * + where` to row_fault[t] if it is still 0. */
 #pragma once
 
 #include "base/cpu.h"
@@ -34,34 +39,35 @@ typedef enum nbi_where {
 
 /* A prepared matrix: this head, then whatever the backend keeps. */
 typedef struct nbi_weight {
-    nbi_matrix host;        /* canonical view (mapped) */
-    uint64_t device_bytes;  /* memory the prepared form takes beyond the mapped file */
+    nbi_matrix host;       /* canonical view (mapped) */
+    uint64_t device_bytes; /* memory the prepared form takes beyond the mapped file */
 } nbi_weight;
 
-/* One step's rows. Rows of a sequence are consecutive and ascend in position. Arrays live on the device for operators; the engine fills the
- * host form and the backend's `batch_upload` makes the device form (the same pointers on a CPU). */
+/* One step's rows. Rows of a sequence are consecutive and ascend in position. Arrays live on the
+ * device for operators; the engine fills the host form and the backend's `batch_upload` makes the
+ * device form (the same pointers on a CPU). */
 typedef struct nbi_batch {
-    uint32_t n_rows;                 /* T */
-    uint32_t n_seqs;                 /* S */
-    uint32_t n_logit_rows;           /* R */
-    uint32_t page_stride;            /* columns of page_table */
-    uint32_t max_len;                /* largest seq_len */
-    const int32_t *ids;              /* [T] token ids */
-    const int32_t *pos;              /* [T] position in its sequence, from 0 */
-    const int32_t *row_seq;          /* [T] sequence index */
-    const int32_t *seq_first;        /* [S + 1] first row of each sequence */
-    const int32_t *seq_len;          /* [S] tokens in the cache after this step */
-    const int32_t *page_table;       /* [S][page_stride] page of every 64 positions */
-    const int32_t *logit_rows;       /* [R] rows whose logits are wanted */
-    int32_t *row_fault;              /* [T] out: numerics guard, zero when fine */
+    uint32_t n_rows;           /* T */
+    uint32_t n_seqs;           /* S */
+    uint32_t n_logit_rows;     /* R */
+    uint32_t page_stride;      /* columns of page_table */
+    uint32_t max_len;          /* largest seq_len */
+    const int32_t *ids;        /* [T] token ids */
+    const int32_t *pos;        /* [T] position in its sequence, from 0 */
+    const int32_t *row_seq;    /* [T] sequence index */
+    const int32_t *seq_first;  /* [S + 1] first row of each sequence */
+    const int32_t *seq_len;    /* [S] tokens in the cache after this step */
+    const int32_t *page_table; /* [S][page_stride] page of every 64 positions */
+    const int32_t *logit_rows; /* [R] rows whose logits are wanted */
+    int32_t *row_fault;        /* [T] out: numerics guard, zero when fine */
 } nbi_batch;
 
 /* Cache of one layer. Position p of a sequence lies in page_table[s][p / 64], slot p % 64. */
 typedef struct nbi_kv_layer {
-    nbi_dtype dtype;   /* F32 or BF16 */
-    void *latent;      /* MLA: [pages][64][kv_lora + rope]; normed latent, then rotated rope key */
-    void *k, *v;       /* GQA: [pages][n_kv_heads][64][head_dim], k rotated */
-    void *index_k;     /* DSA, full-indexer layers: [pages][64][index_dim], normed and rotated */
+    nbi_dtype dtype; /* F32 or BF16 */
+    void *latent;    /* MLA: [pages][64][kv_lora + rope]; normed latent, then rotated rope key */
+    void *k, *v;     /* GQA: [pages][n_kv_heads][64][head_dim], k rotated */
+    void *index_k;   /* DSA, full-indexer layers: [pages][64][index_dim], normed and rotated */
 } nbi_kv_layer;
 
 /* cos and sin of one rope setting for the rows of a batch. */
@@ -82,7 +88,8 @@ typedef struct nbi_embed_args {
     const nbi_batch *batch;
 } nbi_embed_args;
 
-/* cos/sin [T][dim/2] of angle pos * inv_freq[i], computed in double and rounded to float32, times `factor`. */
+/* cos/sin [T][dim/2] of angle pos * inv_freq[i], computed in double and rounded to float32, times
+ * `factor`. */
 typedef struct nbi_rope_table_args {
     float *cos, *sin;
     const float *inv_freq; /* host [dim / 2] */
@@ -99,20 +106,20 @@ typedef struct nbi_rmsnorm_args {
     const float *weight; /* [D] */
     float eps;
     uint32_t n_rows, width, x_stride, out_stride; /* elements */
-    int32_t *row_fault;  /* [T] or NULL */
+    int32_t *row_fault;                           /* [T] or NULL */
     uint32_t layer;
     nbi_where where;
 } nbi_rmsnorm_args;
 
 /* y[t, n] = sum_k x[t, k] * w[n, k] + bias[n]. */
 typedef struct nbi_linear_args {
-    void *y;             /* act [T, rows], row stride y_stride; f32 when y_f32 */
-    const void *x;       /* act [T, cols], row stride x_stride */
+    void *y;       /* act [T, rows], row stride y_stride; f32 when y_f32 */
+    const void *x; /* act [T, cols], row stride x_stride */
     const nbi_weight *w;
-    const float *bias;   /* [rows] or NULL */
+    const float *bias; /* [rows] or NULL */
     uint32_t n_rows, x_stride, y_stride;
-    bool y_f32;          /* y is float32 whatever act is (router, indexer weights, logits) */
-    bool x_exact;        /* x must not be rounded below float32 (router: fp32 x fp32 product) */
+    bool y_f32;   /* y is float32 whatever act is (router, indexer weights, logits) */
+    bool x_exact; /* x must not be rounded below float32 (router: fp32 x fp32 product) */
 } nbi_linear_args;
 
 /* out = silu(gate) * up, elementwise over [T, width]. */
@@ -124,9 +131,9 @@ typedef struct nbi_swiglu_args {
 
 /* MLA: norm the latent, rotate q and the shared key, append (latent, key) to the cache. */
 typedef struct nbi_mla_append_args {
-    void *q;                 /* act [T, heads, nope + rope]; the rope part is rotated in place */
-    const void *kv;          /* act [T, kv_lora + rope] as kv_a_proj gives it, row stride kv_stride */
-    const float *kv_norm;    /* [kv_lora] */
+    void *q;              /* act [T, heads, nope + rope]; the rope part is rotated in place */
+    const void *kv;       /* act [T, kv_lora + rope] as kv_a_proj gives it, row stride kv_stride */
+    const float *kv_norm; /* [kv_lora] */
     float eps;
     uint32_t n_heads, nope_dim, rope_dim, kv_lora, kv_stride;
     const nbi_rope_rows *rope;
@@ -134,27 +141,30 @@ typedef struct nbi_mla_append_args {
     const nbi_batch *batch;
 } nbi_mla_append_args;
 
-/* MLA, absorbed form. Per row t and head h, W = kv_b rows [h * (nope + v), ...): first nope rows W_UK, then v rows W_UV, each [kv_lora]:
- *   ql = qn . W_UK; s_j = (ql . c_j + qr . k_j) * scale over the positions j <= pos[t] (only those in `select` when given);
- *   p = softmax(s) in float32; ol = sum_j p_j c_j; out[t, h, d] = W_UV[d] . ol. */
+/* MLA, absorbed form. Per row t and head h, W = kv_b rows [h * (nope + v), ...): first nope rows
+ * W_UK, then v rows W_UV, each [kv_lora]: ql = qn . W_UK; s_j = (ql . c_j + qr . k_j) * scale over
+ * the positions j <= pos[t] (only those in `select` when given); p = softmax(s) in float32; ol =
+ * sum_j p_j c_j; out[t, h, d] = W_UV[d] . ol. */
 typedef struct nbi_mla_attend_args {
-    void *out;               /* act [T, heads, v_dim] */
-    const void *q;           /* act [T, heads, nope + rope], rotated */
-    const nbi_weight *kv_b;  /* [heads * (nope + v), kv_lora] */
+    void *out;              /* act [T, heads, v_dim] */
+    const void *q;          /* act [T, heads, nope + rope], rotated */
+    const nbi_weight *kv_b; /* [heads * (nope + v), kv_lora] */
     uint32_t n_heads, nope_dim, rope_dim, kv_lora, v_dim;
     float scale;
     const nbi_kv_layer *cache;
-    const int32_t *select;   /* [T, select_stride] positions, ascending, -1 behind the last; NULL: all */
+    const int32_t
+        *select; /* [T, select_stride] positions, ascending, -1 behind the last; NULL: all */
     uint32_t select_stride;
     const nbi_batch *batch;
     void *workspace;
 } nbi_mla_attend_args;
 
-/* GQA: RMSNorm per head (when weights are given), rotate the first rope.dim values of q and k, append k and v. */
+/* GQA: RMSNorm per head (when weights are given), rotate the first rope.dim values of q and k,
+ * append k and v. */
 typedef struct nbi_gqa_append_args {
-    void *q;                 /* act [T, heads, head_dim], in place */
-    void *k;                 /* act [T, kv_heads, head_dim], in place */
-    const void *v;           /* act [T, kv_heads, head_dim] */
+    void *q;                      /* act [T, heads, head_dim], in place */
+    void *k;                      /* act [T, kv_heads, head_dim], in place */
+    const void *v;                /* act [T, kv_heads, head_dim] */
     const float *q_norm, *k_norm; /* [head_dim] or NULL */
     float eps;
     uint32_t n_heads, n_kv_heads, head_dim;
@@ -165,7 +175,7 @@ typedef struct nbi_gqa_append_args {
 
 /* Causal grouped-query attention over the cache; head h reads kv head h / (heads / kv_heads). */
 typedef struct nbi_gqa_attend_args {
-    void *out;               /* act [T, heads, head_dim] */
+    void *out; /* act [T, heads, head_dim] */
     const void *q;
     uint32_t n_heads, n_kv_heads, head_dim;
     float scale;
@@ -174,9 +184,10 @@ typedef struct nbi_gqa_attend_args {
     void *workspace;
 } nbi_gqa_attend_args;
 
-/* DSA indexer key: LayerNorm with bias, rotate the FIRST rope.dim values, append to cache->index_k. */
+/* DSA indexer key: LayerNorm with bias, rotate the FIRST rope.dim values, append to cache->index_k.
+ */
 typedef struct nbi_index_append_args {
-    const void *k;           /* act [T, index_dim] */
+    const void *k;                        /* act [T, index_dim] */
     const float *norm_weight, *norm_bias; /* [index_dim] */
     float eps;
     uint32_t index_dim;
@@ -185,12 +196,13 @@ typedef struct nbi_index_append_args {
     const nbi_batch *batch;
 } nbi_index_append_args;
 
-/* DSA selection: q's first rope.dim values of each head are rotated (in place); I(t, s) = sum_h w[t, h] * heads^-0.5 * relu(q[t, h] . k[s] *
- * index_dim^-0.5) for s <= pos[t]. The topk largest, ties to the lower position; all when pos[t] < topk. */
+/* DSA selection: q's first rope.dim values of each head are rotated (in place); I(t, s) = sum_h
+ * w[t, h] * heads^-0.5 * relu(q[t, h] . k[s] * index_dim^-0.5) for s <= pos[t]. The topk largest,
+ * ties to the lower position; all when pos[t] < topk. */
 typedef struct nbi_index_select_args {
-    int32_t *select;         /* [T, topk] ascending positions, -1 behind the last */
-    void *q;                 /* act [T, index_heads, index_dim] */
-    const float *w;          /* [T, index_heads] */
+    int32_t *select; /* [T, topk] ascending positions, -1 behind the last */
+    void *q;         /* act [T, index_heads, index_dim] */
+    const float *w;  /* [T, index_heads] */
     uint32_t n_heads, index_dim, topk;
     const nbi_rope_rows *rope;
     const nbi_kv_layer *cache;
@@ -198,14 +210,16 @@ typedef struct nbi_index_select_args {
     void *workspace;
 } nbi_index_select_args;
 
-/* Routing. score = sigmoid or softmax(logits); choice = score + bias; with groups: group score = sum of its two largest choices, keep
- * topk_group groups. ids: top_k by choice, ties to the lower id, in descending order of choice. weights = score at ids; norm_topk divides by
- * their sum (+ 1e-20 for sigmoid); times routed_scale. Source: DeepSeek-V3 (arXiv 2412.19437) and its noaux_tc routing. */
+/* Routing. score = sigmoid or softmax(logits); choice = score + bias; with groups: group score =
+ * sum of its two largest choices, keep topk_group groups. ids: top_k by choice, ties to the lower
+ * id, in descending order of choice. weights = score at ids; norm_topk divides by their sum (+
+ * 1e-20 for sigmoid); times routed_scale. Source: DeepSeek-V3 (arXiv 2412.19437) and its noaux_tc
+ * routing. */
 typedef struct nbi_route_args {
-    int32_t *ids;            /* [T, top_k] */
-    float *weights;          /* [T, top_k] */
-    const float *logits;     /* [T, E] */
-    const float *bias;       /* [E] or NULL */
+    int32_t *ids;        /* [T, top_k] */
+    float *weights;      /* [T, top_k] */
+    const float *logits; /* [T, E] */
+    const float *bias;   /* [E] or NULL */
     uint32_t n_rows, n_experts, top_k, n_group, topk_group;
     bool softmax, norm_topk;
     float routed_scale;
@@ -213,9 +227,9 @@ typedef struct nbi_route_args {
 
 /* out[i] = x[rows[i]]. */
 typedef struct nbi_gather_args {
-    void *out;               /* act [n, width] */
-    const void *x;           /* act [T, width] */
-    const int32_t *rows;     /* [n] */
+    void *out;           /* act [n, width] */
+    const void *x;       /* act [T, width] */
+    const int32_t *rows; /* [n] */
     uint32_t n, width;
 } nbi_gather_args;
 
@@ -226,17 +240,34 @@ typedef struct nbi_add_args {
     size_t n;
 } nbi_add_args;
 
-/* Chooses a token per row. temperature < 1e-6: the largest logit, ties to the lower id. Otherwise logits / temperature, then top_k, top_p, min_p in this
- * order over the sorted distribution, then one draw with u = philox4x32-10(seed, counter) in [0, 1) walked down the sorted candidates.
- * Ids >= n_valid (padding rows of the head) are never chosen. Log-probabilities are of the untouched logits. */
+/* Chooses a token per row. Before choosing, in this order: `adjust` (repetition, then bias),
+ * `banned`, `mask`. temperature < 1e-6: the largest logit, ties to the lower id. Otherwise logits /
+ * temperature, then top_k, top_p, min_p in this order over the sorted distribution, then one draw
+ * with u = philox4x32-10(seed, counter) in [0, 1) walked down the sorted candidates. Ids >= n_valid
+ * (padding rows of the head) are never chosen. Log-probabilities are of the untouched logits. */
+
+/* One token whose logit is changed. */
+typedef struct nbi_sample_adjust {
+    int32_t id;
+    float
+        repetition; /* a positive logit is divided by it, a negative one multiplied; 1: unchanged */
+    float bias;     /* added then */
+    float untouched; /* out: the logit before */
+} nbi_sample_adjust;
+
 typedef struct nbi_sample_row {
     float temperature, top_p, min_p;
-    int32_t top_k;           /* <= 0: off */
+    int32_t top_k; /* <= 0: off */
     uint64_t seed, counter;
-    int32_t n_logprobs;      /* -1: none, else top count */
-    bool forced;             /* report forced_id as if chosen (log-probabilities of a given token); nothing is drawn */
+    int32_t n_logprobs;        /* -1: none, else top count */
+    nbi_sample_adjust *adjust; /* [n_adjust], distinct ids; host memory, or NULL */
+    uint32_t n_adjust;
+    const uint32_t *mask; /* host bits [ceil(vocab / 32)], 1: may be chosen; NULL: all may */
+    bool forced; /* report forced_id as if chosen (log-probabilities of a given token); nothing is
+                    drawn */
     int32_t forced_id;
-    const int32_t *banned;   /* [n_banned] ids not to choose (EOS before min_tokens), or NULL; host memory */
+    const int32_t
+        *banned; /* [n_banned] ids not to choose (EOS before min_tokens), or NULL; host memory */
     uint32_t n_banned;
 } nbi_sample_row;
 
@@ -244,17 +275,17 @@ typedef struct nbi_sample_row {
 
 typedef struct nbi_sample_out {
     int32_t id;
-    float logprob;           /* of id; only with n_logprobs >= 0 */
+    float logprob; /* of id; only with n_logprobs >= 0 */
     int32_t top_ids[NBI_SAMPLE_TOP_MAX];
     float top_logprobs[NBI_SAMPLE_TOP_MAX]; /* descending */
 } nbi_sample_out;
 
 typedef struct nbi_sample_args {
-    nbi_sample_out *out;     /* host [R] */
-    float *logits;           /* [R, V] float32, may be overwritten */
+    nbi_sample_out *out;        /* host [R] */
+    float *logits;              /* [R, V] float32, may be overwritten */
     const nbi_sample_row *rows; /* host [R] */
     uint32_t n_rows, vocab, n_valid;
-    int32_t *row_fault;      /* [R] guard per logit row, or NULL */
+    int32_t *row_fault; /* [R] guard per logit row, or NULL */
     void *workspace;
 } nbi_sample_args;
 
@@ -271,28 +302,31 @@ typedef struct nbi_limits {
 
 typedef struct nbi_backend_options {
     nbi_cpu_level cpu_level;
-    uint32_t n_threads;      /* 0: all cores */
-    bool w4a4;               /* NVFP4 activations for NVFP4 weights that have an input scale */
+    uint32_t n_threads; /* 0: all cores */
+    bool w4a4;          /* NVFP4 activations for NVFP4 weights that have an input scale */
 } nbi_backend_options;
 
 typedef struct nbi_backend_ops {
-    uint32_t version, size;  /* 1, sizeof(nbi_backend_ops) */
-    const char *name;        /* "cpu" */
+    uint32_t version, size; /* 1, sizeof(nbi_backend_ops) */
+    const char *name;       /* "cpu" */
 
     nb_status (*open)(nbi_backend **out, const nbi_backend_options *opt, nb_error *err);
     void (*close)(nbi_backend **b);
 
-    /* Device memory, zeroed, 64-byte aligned (aligned to 2 MB when large). NULL when there is none. */
+    /* Device memory, zeroed, 64-byte aligned (aligned to 2 MB when large). NULL when there is none.
+     */
     void *(*alloc)(nbi_backend *b, size_t bytes);
     void (*release)(nbi_backend *b, void *p, size_t bytes);
     void (*upload)(nbi_backend *b, void *dst, const void *src, size_t bytes);
     void (*download)(nbi_backend *b, void *dst, const void *src, size_t bytes);
 
     /* Makes a matrix usable by `linear`. Keeps the mapped form where it can. */
-    nb_status (*weight_prepare)(nbi_backend *b, nbi_weight **out, const nbi_matrix *m, nb_error *err);
+    nb_status (*weight_prepare)(nbi_backend *b, nbi_weight **out, const nbi_matrix *m,
+                                nb_error *err);
     void (*weight_release)(nbi_backend *b, nbi_weight **w);
 
-    /* Scratch bytes the backend will use for any call within `limits`; allocated by the backend itself, once, in `reserve`. */
+    /* Scratch bytes the backend will use for any call within `limits`; allocated by the backend
+     * itself, once, in `reserve`. */
     size_t (*workspace_bytes)(const nbi_backend *b, const nbi_limits *limits);
     nb_status (*reserve)(nbi_backend *b, const nbi_limits *limits, nb_error *err);
 
@@ -319,12 +353,13 @@ typedef struct nbi_backend_ops {
 struct nbi_backend {
     const nbi_backend_ops *ops;
     nbi_dtype act_dtype;
-    bool w4a4;               /* NVFP4 activations, as the options asked */
-    char description[64];    /* "cpu (amx, 2 threads)" */
+    bool w4a4;            /* NVFP4 activations, as the options asked */
+    char description[64]; /* "cpu (amx, 2 threads)" */
 };
 
 /* Backend by name: "cpu"; "auto" takes the best that works here. NB_UNSUPPORTED with the reason. */
-nb_status nbi_backend_open(nbi_backend **out, const char *name, const nbi_backend_options *opt, nb_error *err);
+nb_status nbi_backend_open(nbi_backend **out, const char *name, const nbi_backend_options *opt,
+                           nb_error *err);
 void nbi_backend_close(nbi_backend **b);
 
 #ifdef __cplusplus

@@ -320,6 +320,29 @@ static void fault(const nbi_sample_args *a, uint32_t r)
     if (a->row_fault && a->row_fault[r] == 0) a->row_fault[r] = 1 + (int32_t)NBI_WHERE_LOGITS;
 }
 
+/* What the request asks for beyond the model's own distribution. */
+static void change_logits(const nbi_sample_row *row, float *logits, uint32_t n)
+{
+    for (uint32_t i = 0; i < row->n_adjust; i++) {
+        nbi_sample_adjust *a = &row->adjust[i];
+        if ((uint32_t)a->id >= n) continue;
+        const float x = a->untouched = logits[a->id];
+        logits[a->id] = (x > 0 ? x / a->repetition : x * a->repetition) + a->bias;
+    }
+    for (uint32_t i = 0; i < row->n_banned; i++)
+        if (row->banned[i] >= 0 && (uint32_t)row->banned[i] < n) logits[row->banned[i]] = -INFINITY;
+    for (uint32_t i = 0; row->mask && i < n; i++)
+        if (!(row->mask[i / 32] >> i % 32 & 1u)) logits[i] = -INFINITY;
+}
+
+/* The model's own logit of a chosen id. */
+static float untouched(const nbi_sample_row *row, const float *logits, int32_t id)
+{
+    for (uint32_t i = 0; i < row->n_adjust; i++)
+        if (row->adjust[i].id == id) return row->adjust[i].untouched;
+    return logits[id];
+}
+
 static void sample_row(const nbi_sample_args *a, uint32_t r, sampler *s)
 {
     const nbi_sample_row *row = &a->rows[r];
@@ -339,10 +362,13 @@ static void sample_row(const nbi_sample_args *a, uint32_t r, sampler *s)
         if (want)
             top_list(out, logits, s->n, want < NBI_SAMPLE_TOP_MAX ? want : NBI_SAMPLE_TOP_MAX, lse);
     }
-    for (uint32_t i = 0; i < row->n_banned; i++)
-        if (row->banned[i] >= 0 && (uint32_t)row->banned[i] < s->n)
-            logits[row->banned[i]] = -INFINITY;
-
+    if (row->forced) {
+        out->id = row->forced_id;
+        out->logprob =
+            row->n_logprobs >= 0 ? clamp_logprob((double)logits[out->id] - lse) : LOGPROB_MIN;
+        return;
+    }
+    change_logits(row, logits, s->n);
     s->max = s->k->max(logits, s->n);
     if (!isfinite(s->max)) {
         fault(a, r);
@@ -351,8 +377,9 @@ static void sample_row(const nbi_sample_args *a, uint32_t r, sampler *s)
     out->id =
         row->temperature < SAMPLE_GREEDY ? argmax(logits, s->n, s->max) : choose_random(s, row);
     NB_ASSERT(out->id >= 0);
-    out->logprob =
-        row->n_logprobs >= 0 ? clamp_logprob((double)logits[out->id] - lse) : LOGPROB_MIN;
+    out->logprob = row->n_logprobs >= 0
+                       ? clamp_logprob((double)untouched(row, logits, out->id) - lse)
+                       : LOGPROB_MIN;
 }
 
 typedef struct sample_work {
