@@ -31,7 +31,9 @@ static void leave(nbi_server *server, nbi_exchange *ex)
         server->live = ex->next;
     }
     if (ex->next) ex->next->prev = ex->prev;
-    if (!server->live) pthread_cond_broadcast(&server->drained);
+    if (atomic_load(&server->phase) == NBI_SERVER_STOPPING) {
+        pthread_cond_broadcast(&server->drained);
+    }
     pthread_mutex_unlock(&server->lock);
 }
 
@@ -44,6 +46,7 @@ nbi_exchange *nbi_exchange_create(nbi_server *server, struct MHD_Connection *con
     ex->begin_ns = nbi_now_ns();
     ex->body.max = server->options.max_body_bytes;
     atomic_init(&ex->gone, false);
+    atomic_init(&ex->started, false);
     pthread_mutex_init(&ex->lock, NULL);
     enter(server, ex);
     return ex;

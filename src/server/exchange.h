@@ -43,7 +43,8 @@ struct nbi_exchange {
     pthread_mutex_t lock;
     bool signalled, suspended; /* under lock */
     bool watched;
-    atomic_bool gone; /* the client has closed the connection */
+    atomic_bool gone;    /* the client has closed the connection */
+    atomic_bool started; /* the whole request is there: it is owed a reply */
 };
 
 /* NULL when out of memory. Enters the server's list. */

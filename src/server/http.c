@@ -16,6 +16,7 @@
 #include "base/log.h"
 
 #define IDLE_SECONDS    75u
+#define DISCARD_MAX     ((uint64_t)1 << 30) /* body bytes read only to be dropped */
 #define CONNECTIONS_MAX 4096u
 #define OTHER_FILES     64u /* descriptors kept for everything but connections */
 
@@ -147,7 +148,7 @@ static bool reply_at_once(const nbi_exchange *ex)
 {
     const char *length = header(ex, "Content-Length");
     if (header(ex, "Expect")) return true;
-    return length && strtoull(length, NULL, 10) > 2 * ex->server->options.max_body_bytes;
+    return length && strtoull(length, NULL, 10) > DISCARD_MAX;
 }
 
 /* ---------------------------------------------------------------- requests */
@@ -176,12 +177,13 @@ static enum MHD_Result take_body(nbi_exchange *ex, const char *data, size_t n)
         }
     }
     ex->discarded += n;
-    return ex->discarded > ex->server->options.max_body_bytes ? MHD_NO : MHD_YES;
+    return ex->discarded > DISCARD_MAX ? MHD_NO : MHD_YES;
 }
 
 static enum MHD_Result last_call(nbi_exchange *ex)
 {
     nbi_buf out = {0};
+    atomic_store(&ex->started, true);
     if (ex->error.http) return nbi_exchange_reply_error(ex);
     if (ex->job) return nbi_exchange_continue(ex);
     if (ex->route->surface) return nbi_exchange_begin(ex, ex->route->surface);

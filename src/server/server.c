@@ -125,7 +125,16 @@ nb_status nbi_server_ready(nbi_server *server, nb_engine *engine, nb_error *err)
 
 /* ---------------------------------------------------------------- stop */
 
-/* Until no request is in flight, or the time is over. */
+/* Is a reply still owed? Called with the lock held. */
+static bool is_busy(const nbi_server *server)
+{
+    for (const nbi_exchange *ex = server->live; ex; ex = ex->next) {
+        if (atomic_load(&ex->started)) return true;
+    }
+    return false;
+}
+
+/* Until no reply is owed, or the time is over. Called with the lock held. */
 static bool wait_drained(nbi_server *server, uint32_t wait_ms)
 {
     struct timespec until;
@@ -137,10 +146,10 @@ static bool wait_drained(nbi_server *server, uint32_t wait_ms)
         until.tv_nsec -= 1000000000;
     }
     int timed_out = 0;
-    while (server->live && !timed_out) {
+    while (is_busy(server) && !timed_out) {
         timed_out = pthread_cond_timedwait(&server->drained, &server->lock, &until);
     }
-    return !server->live;
+    return !is_busy(server);
 }
 
 void nbi_server_stop(nbi_server *server, uint32_t wait_ms)

@@ -40,7 +40,7 @@ struct nbi_server {
     nb_error text_error;
 
     pthread_mutex_t lock;
-    pthread_cond_t drained; /* the list became empty */
+    pthread_cond_t drained; /* an exchange left the list of a server that is ending */
     nbi_exchange *live;
     uint64_t next_serial;
 

@@ -101,7 +101,6 @@ def test_slow_bodies_hold_nothing(server):
     b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: abc\r\n\r\n", b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: -5\r\n\r\n",
     b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99999999999999999999999\r\n\r\n",
     b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
-    b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\nffffffffffffffff\r\n",
     b"GET /health HTTP/1.1\r\nHost x\r\n\r\n", b"GET /health HTTP/1.1\r\n: x\r\n\r\n", b"G" * 100_000,
     b"GET /health HTTP/1.1\r\nHost: x\r\nX: " + b"a" * 200_000 + b"\r\n\r\n", b"GET /" + b"a" * 200_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n",
     b"GET /health HTTP/1.1\r\nHost: x\r\n" + b"A: b\r\n" * 20_000 + b"\r\n",
@@ -117,6 +116,21 @@ def test_bad_http(server, data):
         reply = read_to_end(s)
         assert not reply or reply.startswith(b"HTTP/1.") and b" 200 " not in reply.split(b"\r\n")[0], reply[:200]
     alive(server)
+
+
+def test_body_that_never_comes(serve):
+    """Chunks of any claimed size reserve nothing, and do not keep the server from ending."""
+    server = serve()
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
+    sockets = [connect(server) for _ in range(20)]
+    for s in sockets:
+        s.sendall(head + b"ffffffffffffff\r\n{")
+    alive(server)
+    begin = time.monotonic()
+    assert server.stop() == 0
+    assert time.monotonic() - begin < 1.5
+    for s in sockets:
+        s.close()
 
 
 def test_no_length(server):
