@@ -10,12 +10,22 @@ extern "C" {
 #endif
 
 /* enum suffix, name in reports */
-#define NBI_COMPONENT_LIST(X)                                                                    \
-    X(ROUTED, "routed experts")                                                                  \
-    X(SHARED, "shared experts") X(DENSE, "dense MLPs") X(ATTENTION, "attention")                 \
-        X(INDEXER, "indexer") X(INDEXER_HEADS, "indexer head weights") X(ROUTER, "router")       \
-            X(MTP_PROJECTION, "MTP projection") X(EMBEDDING, "embedding") X(HEAD, "output head") \
-                X(NORM, "norms") X(BIAS, "biases") X(ROUTER_BIAS, "router bias")
+/* clang-format off */
+#define NBI_COMPONENT_LIST(X)                       \
+    X(ROUTED, "routed experts")                     \
+    X(SHARED, "shared experts")                     \
+    X(DENSE, "dense MLPs")                          \
+    X(ATTENTION, "attention")                       \
+    X(INDEXER, "indexer")                           \
+    X(INDEXER_HEADS, "indexer head weights")        \
+    X(ROUTER, "router")                             \
+    X(MTP_PROJECTION, "MTP projection")             \
+    X(EMBEDDING, "embedding")                       \
+    X(HEAD, "output head")                          \
+    X(NORM, "norms")                                \
+    X(BIAS, "biases")                               \
+    X(ROUTER_BIAS, "router bias")
+/* clang-format on */
 
 typedef enum nbi_component {
 #define X(suffix, name) NBI_COMPONENT_##suffix,
