@@ -39,7 +39,8 @@ static void stream(result *out, nbi_reasoning_kind kind, bool inside, bool stopp
     }
     append(out, spans, nbi_reasoning_finish(&r, stopped, spans, &out->unclosed));
     nbi_heap_allow();
-    if (out->unclosed && out->reasoning[0]) strcat(out->content, out->reasoning);
+    if (out->unclosed && out->reasoning[0])
+        memcpy(out->content, out->reasoning, sizeof out->content);
 }
 
 static void whole(result *out, nbi_reasoning_kind kind, bool inside, bool stopped, const char *text)
