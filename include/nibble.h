@@ -202,6 +202,24 @@ void nb_free(void *pointer);
 #define NB_STOP_STRINGS_MAX 16
 #define NB_STOP_IDS_MAX     64
 
+#define NB_LOGIT_BIAS_MAX   1024
+
+typedef struct nb_logit_bias {
+    int32_t id;
+    float bias; /* added to the logit, -100 to 100 */
+} nb_logit_bias;
+
+/* A constraint on what may be generated: bits over the vocabulary before every token. Called from
+ * the engine's thread, in the token loop: must not allocate through nibble and should take well
+ * under a millisecond. */
+typedef struct nb_grammar {
+    void *user;
+    /* Sets bit id % 32 of bits[id / 32] for every id that may come next; the array is zeroed
+     * before. At least one must be allowed. */
+    void (*mask)(void *user, uint32_t *bits, size_t n_words);
+    void (*accept)(void *user, int32_t id); /* this token was chosen */
+} nb_grammar;
+
 /* How tokens are chosen. nb_sampling_default() fills in the model's generation_config. */
 typedef struct nb_sampling {
     float temperature;   /* >= 0; below 1e-6 is greedy */
@@ -218,8 +236,13 @@ typedef struct nb_sampling {
     uint32_t n_stop_strings, n_stop_ids;
     const char *stop_strings[NB_STOP_STRINGS_MAX]; /* UTF-8, not empty */
     int32_t stop_ids[NB_STOP_IDS_MAX];
-    int32_t n_logprobs;   /* -1: none; 0: of the chosen token; k <= 20: and the k best */
-    bool prompt_logprobs; /* the same for every prompt token but the first */
+    int32_t n_logprobs;       /* -1: none; 0: of the chosen token; k <= 20: and the k best */
+    float frequency_penalty;  /* [-2, 2]; per occurrence in the answer */
+    float presence_penalty;   /* [-2, 2]; once per token of the answer */
+    float repetition_penalty; /* (0, 2]; 1 is off; tokens of prompt and answer */
+    uint32_t n_logit_bias;
+    const nb_logit_bias *logit_bias; /* [n_logit_bias], copied */
+    bool prompt_logprobs;            /* the same for every prompt token but the first */
 } nb_sampling;
 
 void nb_sampling_default(const nb_engine *engine, nb_sampling *sampling);
@@ -229,6 +252,8 @@ typedef struct nb_request_options {
     size_t n_prompt;       /* >= 1 */
     nb_sampling sampling;
     int32_t priority;           /* lower goes first; 0 is usual */
+    const nb_grammar *grammar;  /* optional; the struct is copied, its user must live until the
+                                   request is closed */
     void (*notify)(void *user); /* optional: called from the engine's thread when something can be
                                    read; must not block */
     void *notify_user;

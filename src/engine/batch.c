@@ -1,4 +1,6 @@
 /* The step's batch: flat host arrays, allocated once. */
+#include <string.h>
+
 #include "engine/engine.h"
 
 static size_t carve(nbi_step_batch *b, char *base)
@@ -86,7 +88,16 @@ static void add_logit_row(nbi_step_batch *b, nb_request *r, uint32_t row, uint32
     if (!last) {
         b->sample_rows[i].forced = true;
         b->sample_rows[i].forced_id = r->tokens[p + 1];
-    } else if (p + 1 - r->n_prompt < s->min_tokens) {
+        return;
+    }
+    b->sample_rows[i].adjust = r->penalties.adjust;
+    b->sample_rows[i].n_adjust = r->penalties.n;
+    if (r->mask) {
+        memset(r->mask, 0, r->mask_words * sizeof *r->mask);
+        r->grammar.mask(r->grammar.user, r->mask, r->mask_words);
+        b->sample_rows[i].mask = r->mask;
+    }
+    if (p + 1 - r->n_prompt < s->min_tokens) {
         b->sample_rows[i].banned = r->end_ids;
         b->sample_rows[i].n_banned = r->n_end_ids;
     }

@@ -16,6 +16,7 @@
  * experts anyway. */
 static uint32_t drafts_for(const nb_engine *e, const nb_request *r)
 {
+    if (r->penalties.index || r->mask) return 0; /* each token changes what the next may be */
     uint32_t k = e->n_draft_steps;
     for (uint32_t running = 8; running < e->n_running; running *= 2) k /= 2;
     uint32_t left =

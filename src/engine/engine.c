@@ -479,5 +479,6 @@ void nb_sampling_default(const nb_engine *e, nb_sampling *s)
                        .min_p = c->gen_min_p,
                        .top_k = c->gen_top_k,
                        .skip_special = true,
+                       .repetition_penalty = 1,
                        .n_logprobs = -1};
 }

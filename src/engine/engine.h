@@ -33,6 +33,15 @@ typedef struct nbi_event_slot {
     uint32_t text_end; /* where the text ring continues behind this event */
 } nbi_event_slot;
 
+/* Logits that a request changes, kept up to date (penalty.c). index NULL: none. */
+typedef struct nbi_penalties {
+    uint32_t *index;           /* [vocab] entry + 1, 0: none */
+    nbi_sample_adjust *adjust; /* [cap], n in use */
+    float *fixed;              /* [cap] logit_bias */
+    uint32_t *count;           /* [cap] occurrences in the answer */
+    uint32_t n, cap;
+} nbi_penalties;
+
 struct nb_request {
     nb_engine *engine;
     nb_request *next; /* waiting list */
@@ -54,7 +63,11 @@ struct nb_request {
     atomic_uint cached_tokens;      /* of the prompt, found in the tree at first admission */
     int32_t drafts[NBI_DRAFTS_MAX]; /* [n_drafts] guesses at the tokens behind tokens[] */
     uint32_t n_drafts, drafts_wanted;
-    bool admitted;       /* once */
+    bool admitted; /* once */
+    nbi_penalties penalties;
+    nb_grammar grammar; /* mask NULL: none */
+    uint32_t *mask;     /* [mask_words] of the next token */
+    uint32_t mask_words;
     uint32_t rows;       /* rows in the batch being run */
     nbi_decoder decoder; /* bytes -> whole characters */
     nbi_stop *stop;      /* holds back what may become a stop string */
@@ -178,6 +191,13 @@ void nbi_request_put_prompt(nb_request *r, uint32_t index, const nbi_sample_out 
 bool nbi_request_put_token(nb_engine *e, nb_request *r, const nbi_sample_out *out);
 /* Ends a request without a token; `why` is the sentence for NB_FINISH_ERROR. */
 void nbi_request_end(nb_request *r, nb_finish finish, const char *why);
+
+/* ---- penalty.c */
+/* `max_tokens`: prompt and answer together. Nothing is taken when the request asks for nothing. */
+nb_status nbi_penalties_init(nbi_penalties *p, const nb_sampling *s, uint32_t vocab,
+                             uint32_t max_tokens, nb_error *err);
+void nbi_penalties_deinit(nbi_penalties *p);
+void nbi_penalties_add(nbi_penalties *p, const nb_sampling *s, int32_t id, bool is_answer);
 
 /* ---- request.c */
 void nbi_request_unref(nb_request *r);

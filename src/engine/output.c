@@ -161,6 +161,8 @@ bool nbi_request_put_token(nb_engine *e, nb_request *r, const nbi_sample_out *ou
     NB_ASSERT(r->n_tokens < r->n_max);
     nb_event event = {.id = out->id, .matched_id = -1, .matched_string = -1};
     r->tokens[r->n_tokens++] = out->id;
+    nbi_penalties_add(&r->penalties, &r->sampling, out->id, true);
+    if (r->mask) r->grammar.accept(r->grammar.user, out->id);
     fill_logprobs(&event, r, out);
     pthread_mutex_lock(&r->lock);
     uint32_t place = text_place(r);

@@ -31,6 +31,22 @@ static nb_status check_sampling(const nb_engine *e, const nb_sampling *s, nb_err
     NB_TRY(check_range(s->top_k >= -1, err, "top_k", s->top_k, "-1 (off) or a count"));
     NB_TRY(check_range(s->n_logprobs >= -1 && s->n_logprobs <= NB_TOP_LOGPROBS_MAX, err, "logprobs",
                        s->n_logprobs, "at most 20 top log-probabilities"));
+    NB_TRY(check_range(s->frequency_penalty >= -2 && s->frequency_penalty <= 2, err,
+                       "frequency_penalty", s->frequency_penalty, "-2 to 2"));
+    NB_TRY(check_range(s->presence_penalty >= -2 && s->presence_penalty <= 2, err,
+                       "presence_penalty", s->presence_penalty, "-2 to 2"));
+    NB_TRY(check_range(s->repetition_penalty > 0 && s->repetition_penalty <= 2, err,
+                       "repetition_penalty", s->repetition_penalty, "0 < repetition_penalty <= 2"));
+    NB_TRY(check_range(s->n_logit_bias <= NB_LOGIT_BIAS_MAX, err, "logit_bias", s->n_logit_bias,
+                       "at most 1024 entries"));
+    for (uint32_t i = 0; i < s->n_logit_bias; i++) {
+        bool ok = s->logit_bias[i].id >= 0 &&
+                  (uint32_t)s->logit_bias[i].id < nbi_model_config(e->model)->vocab;
+        NB_TRY(check_range(ok, err, "logit_bias: token id", s->logit_bias[i].id,
+                           "an id of the vocabulary"));
+        NB_TRY(check_range(s->logit_bias[i].bias >= -100 && s->logit_bias[i].bias <= 100, err,
+                           "logit_bias", s->logit_bias[i].bias, "-100 to 100"));
+    }
     NB_TRY(check_range(s->n_stop_strings <= NB_STOP_STRINGS_MAX, err, "stop", s->n_stop_strings,
                        "at most 16 strings"));
     NB_TRY(check_range(s->n_stop_ids <= NB_STOP_IDS_MAX, err, "stop_token_ids", s->n_stop_ids,
@@ -98,6 +114,22 @@ static void draw_seed(nb_engine *e, nb_sampling *s)
               0x9e3779b97f4a7c15ull; /* Weyl sequence: distinct per request */
 }
 
+/* Penalties over the prompt so far, and the grammar's mask. */
+static nb_status take_constraints(nb_request *r, const nb_engine *e, const nb_request_options *o,
+                                  nb_error *err)
+{
+    uint32_t vocab = nbi_model_config(e->model)->vocab;
+    NB_TRY(nbi_penalties_init(&r->penalties, &r->sampling, vocab, r->n_max, err));
+    for (uint32_t i = 0; i < r->n_prompt; i++)
+        nbi_penalties_add(&r->penalties, &r->sampling, r->tokens[i], false);
+    r->sampling.logit_bias = NULL; /* the caller's; taken over above */
+    if (!o->grammar) return NB_OK;
+    r->grammar = *o->grammar;
+    r->mask_words = (vocab + 31) / 32;
+    r->mask = nbi_calloc(r->mask_words, sizeof *r->mask);
+    return r->mask ? NB_OK : nbi_fail(err, NB_NO_MEMORY, "request: out of memory");
+}
+
 static nb_status fill(nb_request *r, nb_engine *e, const nb_request_options *o, nb_error *err)
 {
     r->sampling = o->sampling;
@@ -119,6 +151,7 @@ static nb_status fill(nb_request *r, nb_engine *e, const nb_request_options *o, 
     r->whole = r->text_ring + r->text_cap;
     memcpy(r->tokens, o->prompt, o->n_prompt * sizeof *r->tokens);
     r->priority = o->priority;
+    NB_TRY(take_constraints(r, e, o, err));
     r->notify = o->notify;
     r->notify_user = o->notify_user;
     return NB_OK;
@@ -129,6 +162,8 @@ static void destroy(nb_request *r)
     pthread_mutex_destroy(&r->lock);
     pthread_cond_destroy(&r->readable);
     nbi_stop_destroy(&r->stop);
+    nbi_penalties_deinit(&r->penalties);
+    nbi_free(r->mask);
     nbi_free(r->tokens);
     nbi_free(r->pages);
     nbi_free(r->ring);
