@@ -5,6 +5,7 @@
  * division, never a multiplication by a reciprocal: the two differ in the code for about 5 % of the
  * values that lie on a rounding edge. Rounding: base/numfmt.h. */
 #include <math.h>
+#include <string.h>
 
 #include "base/numfmt.h"
 #include "tensor/matrix.h"
@@ -13,26 +14,43 @@
 #define SCALE_MIN 0x1p-9f                       /* smallest positive E4M3 value */
 #define AMAX_MAX  (NBI_E2M1_MAX * NBI_E4M3_MAX) /* 2688 */
 
-static float block_amax(const float *x)
+/* Largest magnitude of x[n] as bits: those of non-negative floats grow with their value, infinity
+ * is 0x7f800000 and every NaN is above it. An integer maximum vectorises, a float one does not. */
+static int32_t amax_bits(const float *x, uint64_t n)
 {
-    float amax = 0;
-    for (uint32_t i = 0; i < BLOCK; i++) {
-        float a = fabsf(x[i]);
-        amax = a > amax ? a : amax;
+    int32_t most = 0;
+    for (uint64_t i = 0; i < n; i++) {
+        int32_t bits = (int32_t)(nbi_f32_bits(x[i]) & 0x7fffffffu);
+        most = bits > most ? bits : most;
     }
-    return amax;
+    return most;
 }
 
+static float block_amax(const float *x)
+{
+    return nbi_bits_f32((uint32_t)amax_bits(x, BLOCK));
+}
+
+typedef float f32x4 __attribute__((vector_size(16)));
+typedef int32_t i32x4 __attribute__((vector_size(16)));
+
 /* codes = e2m1(x / step), two per byte, first in the low nibble. The rounding is that of
- * nbi_f32_e2m1(), written so that the loop vectorises (comparisons summed as integers: 5 times the
- * speed of calls). */
+ * nbi_f32_e2m1(); a comparison of vectors is 0 or -1. */
 static void encode_block(const float *x, float step, uint8_t *codes)
 {
     int32_t code[BLOCK];
-    for (uint32_t i = 0; i < BLOCK; i++) {
-        float v = x[i] / step, a = fabsf(v);
-        code[i] = (a > 0.25f) + (a >= 0.75f) + (a > 1.25f) + (a >= 1.75f) + (a > 2.5f) +
-                  (a >= 3.5f) + (a > 5.0f) + (v < 0.0f) * 8;
+    for (uint32_t i = 0; i < BLOCK; i += 4) {
+        f32x4 v;
+        i32x4 bits;
+        memcpy(&v, x + i, sizeof v);
+        v /= step;
+        memcpy(&bits, &v, sizeof bits);
+        i32x4 sign = (v < 0.0f) & 8;
+        bits &= 0x7fffffff;
+        memcpy(&v, &bits, sizeof v);
+        bits = sign - (v > 0.25f) - (v >= 0.75f) - (v > 1.25f) - (v >= 1.75f) - (v > 2.5f) -
+               (v >= 3.5f) - (v > 5.0f);
+        memcpy(code + i, &bits, sizeof bits);
     }
     for (uint32_t i = 0; i < BLOCK / 2; i++)
         codes[i] = (uint8_t)(code[2 * i] | code[2 * i + 1] << 4);
@@ -40,13 +58,8 @@ static void encode_block(const float *x, float step, uint8_t *codes)
 
 nb_status nbi_nvfp4_amax(float *out, const float *w, uint64_t n, nb_error *err)
 {
-    float amax = 0, poison = 0;
-    for (uint64_t i = 0; i < n; i++) {
-        float a = fabsf(w[i]);
-        poison += w[i] * 0.0f; /* NaN and infinity become NaN and stay */
-        amax = a > amax ? a : amax;
-    }
-    if (poison == 0) {
+    float amax = nbi_bits_f32((uint32_t)amax_bits(w, n));
+    if (isfinite(amax)) {
         *out = amax;
         return NB_OK;
     }
