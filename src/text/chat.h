@@ -2,7 +2,7 @@
  * tokenize`. */
 #pragma once
 
-#include <jansson.h>
+#include "base/json.h"
 
 #include "text/reasoning.h"
 #include "text/template.h"

@@ -2,7 +2,7 @@
  * chat_encode.c. */
 #pragma once
 
-#include <jansson.h>
+#include "base/json.h"
 
 #include "text/added.h"
 #include "text/template.h"

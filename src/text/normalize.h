@@ -1,7 +1,7 @@
 /* Normalizers of tokenizer.json. Callers: the tokenizer. */
 #pragma once
 
-#include <jansson.h>
+#include "base/json.h"
 
 #include "base/mem.h"
 #include "text/pattern.h"

@@ -1,7 +1,7 @@
 /* Pre-tokenizer: cuts text into the pieces that BPE encodes one by one. Callers: the tokenizer. */
 #pragma once
 
-#include <jansson.h>
+#include "base/json.h"
 
 #include "base/mem.h"
 #include "text/pattern.h"
