@@ -142,7 +142,7 @@ static void check_selection(const index_data *d, uint32_t t, const int32_t *sel)
     oracle_scores(d, t, score);
     memcpy(sorted, score, len * sizeof *score);
     qsort(sorted, len, sizeof *sorted, descending);
-    const double edge = sorted[want - 1], near = 1e-5;
+    const double edge = sorted[want - 1], near = 5e-5;
     uint32_t k = 0;
     for (uint32_t p = 0; p < len; p++) {
         const bool taken = k < want && sel[k] == (int32_t)p;

@@ -313,15 +313,16 @@ static uint32_t number_items(run *r)
     return n;
 }
 
-/* Heads per item: all of a kv head's, fewer when items are scarcer than threads. Multiples of 4
- * keep the kernels' tiles full. */
+/* Heads per item: all of a kv head's, fewer (in whole tiles of the kernels) when items are scarcer
+ * than threads. */
 static void choose_chunk(run *r, uint32_t n_items)
 {
     const uint32_t ratio = r->a->ratio, want = 2 * nbi_pool_threads(r->a->pool);
     r->chunk = ratio < NBI_ATTEND_HEADS ? ratio : NBI_ATTEND_HEADS;
     if (n_items > 0 && n_items < want) {
         const uint32_t parts = (want + n_items - 1) / n_items;
-        const uint32_t chunk = ((ratio + parts - 1) / parts + 3) / 4 * 4;
+        const uint32_t tile = r->a->kernels->tile;
+        const uint32_t chunk = ((ratio + parts - 1) / parts + tile - 1) / tile * tile;
         if (chunk < r->chunk) r->chunk = chunk;
     }
     r->n_chunks = (ratio + r->chunk - 1) / r->chunk;

@@ -17,8 +17,11 @@ extern "C" {
 #endif
 
 typedef struct nbi_cpu_kernels {
-    /* How many query rows of one sequence one attention item may take: 1 for the reference, whose
-     * `mix` rounds once per call. */
+    /* Vectors per tile: chunks of heads are multiples of it. */
+    uint32_t tile;
+
+    /* How many query rows of one sequence one attention item may take: 1 where a `mix`
+     * is one sum per call (reference, AMX). */
     uint32_t max_group;
 
     /* out[i * ldo + j] = scale * sum_c x[i * ldx + c] * rows[j][c]; c < n, i < n_x, j < n_rows.
@@ -68,12 +71,24 @@ extern const nbi_cpu_kernels nbi_cpu_kernels_amx;
 static inline const nbi_cpu_kernels *nbi_cpu_kernels_of(nbi_cpu_level level)
 {
 #if defined(__x86_64__)
-    if (level >= NBI_CPU_AMX) return &nbi_cpu_kernels_amx;
     if (level >= NBI_CPU_AVX512) return &nbi_cpu_kernels_avx512;
     if (level >= NBI_CPU_AVX2) return &nbi_cpu_kernels_avx2;
 #endif
     (void)level;
     return &nbi_cpu_kernels_reference;
+}
+
+/* The same for n_vectors float32 vectors that always meet the same rows (the heads of a query):
+ * with enough of them AMX tiles pay. Measured, one thread of a Sapphire Rapids guest, 576 wide, AMX
+ * against AVX-512: 64 vectors 129 against 49 GMAC/s, 20 vectors 84 against 48, 1 vector 9
+ * against 24. Depends on the model's shape only, so bits do not depend on the batch. */
+static inline const nbi_cpu_kernels *nbi_cpu_kernels_many(nbi_cpu_level level, uint32_t n_vectors)
+{
+#if defined(__x86_64__)
+    if (level >= NBI_CPU_AMX && n_vectors >= 16) return &nbi_cpu_kernels_amx;
+#endif
+    (void)n_vectors;
+    return nbi_cpu_kernels_of(level);
 }
 
 /* ---- small pieces shared by the append operators */

@@ -100,6 +100,7 @@ static void swiglu(float *out, const float *gate, const float *up, uint32_t n)
 }
 
 const nbi_cpu_kernels nbi_cpu_kernels_reference = {
+    .tile = 1,
     .max_group = 1,
     .dots = dots,
     .mix = mix,

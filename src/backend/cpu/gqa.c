@@ -64,7 +64,7 @@ void nbi_cpu_gqa_attend(nbi_backend *b, const nbi_gqa_attend_args *a)
     const size_t elem = nbi_dtype_bits(a->cache->dtype) / 8;
     const size_t fixed = nbi_attend_thread_bytes(nbi_pool_threads(cpu->pool), hd, hd);
     NB_ASSERT(a->n_heads % a->n_kv_heads == 0 && fixed < cpu->attention_bytes);
-    nbi_attend at = {.kernels = nbi_cpu_kernels_of(cpu->level),
+    nbi_attend at = {.kernels = nbi_cpu_kernels_many(cpu->level, a->n_heads / a->n_kv_heads),
                      .pool = cpu->pool,
                      .batch = a->batch,
                      .keys = a->cache->k,

@@ -211,7 +211,7 @@ void nbi_cpu_index_select(nbi_backend *b, const nbi_index_select_args *a)
     nbi_index_select_args args = *a;
     nbi_pool_run(cpu->pool, rotate_task, &args, T, 4);
 
-    indexing x = {.a = a, .k = nbi_cpu_kernels_of(cpu->level)};
+    indexing x = {.a = a, .k = nbi_cpu_kernels_many(cpu->level, a->n_heads)};
     x.threads = cpu->attention;
     x.thread_bytes = index_layout(NULL, NULL, a->n_heads);
     const size_t fixed = threads * x.thread_bytes;

@@ -186,7 +186,7 @@ void nbi_cpu_mla_attend(nbi_backend *b, const nbi_mla_attend_args *a)
         threads * m.thread_bytes + nbi_attend_thread_bytes(threads, m.q_width, a->kv_lora);
     NB_ASSERT(fixed < cpu->attention_bytes);
 
-    nbi_attend at = {.kernels = m.k,
+    nbi_attend at = {.kernels = nbi_cpu_kernels_many(cpu->level, a->n_heads),
                      .pool = cpu->pool,
                      .batch = a->batch,
                      .keys = a->cache->latent,
