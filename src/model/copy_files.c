@@ -4,6 +4,7 @@
 
 #include <dirent.h>
 #include <errno.h>
+#include <stdio.h>
 #include <string.h>
 #include <sys/stat.h>
 
@@ -37,11 +38,10 @@ static nb_status copy(const char *dir, const char *from, const char *name, nb_er
 
 static bool is_file(const char *dir, const char *name)
 {
+    char path[4352];
     struct stat st;
-    char *path = nbi_path_join(dir, name);
-    bool yes = path && stat(path, &st) == 0 && S_ISREG(st.st_mode);
-    nbi_free(path);
-    return yes;
+    int n = snprintf(path, sizeof path, "%s/%s", dir, name);
+    return n > 0 && (size_t)n < sizeof path && stat(path, &st) == 0 && S_ISREG(st.st_mode);
 }
 
 nb_status nbi_copy_tokenizer(const char *dir, const char *from, nb_error *err)

@@ -62,26 +62,25 @@ nb_status nbi_q_read_input_scales(nbi_q_list *list, const char *path, nb_error *
 
 /* ---- configurations */
 
-/* Modules that stay as they are, as wildcards in ModelOpt's manner. */
+/* Modules that stay as they are, as wildcards in ModelOpt's manner; NULL when out of memory. */
 static json_t *ignore_list(const nbi_quantize_options *o, const nbi_config *c)
 {
     static const char *const others[] = {"*mlp.shared_experts*", "*mlp.gate_proj*", "*mlp.up_proj*",
                                          "*mlp.down_proj*"};
+    char mtp[64] = "*eh_proj*";
+    bool bad = false;
     json_t *list = json_pack("[s]", "lm_head");
     if (o->scope != NBI_QUANTIZE_ALL)
-        json_array_append_new(list, json_string("*self_attn*"));
+        bad |= json_array_append_new(list, json_string("*self_attn*")) != 0;
     else if (c->has_indexer)
-        json_array_append_new(list, json_string("*self_attn.indexer.weights_proj*"));
+        bad |= json_array_append_new(list, json_string("*self_attn.indexer.weights_proj*")) != 0;
     for (size_t i = 0; o->scope == NBI_QUANTIZE_EXPERTS && i < sizeof others / sizeof *others; i++)
-        json_array_append_new(list, json_string(others[i]));
-    if (c->n_mtp_layers && !o->mtp) {
-        char name[64];
-        snprintf(name, sizeof name, "model.layers.%u.*", c->n_layers);
-        json_array_append_new(list, json_string(name));
-    } else if (c->n_mtp_layers) {
-        json_array_append_new(list, json_string("*eh_proj*"));
-    }
-    return list;
+        bad |= json_array_append_new(list, json_string(others[i])) != 0;
+    if (!o->mtp) snprintf(mtp, sizeof mtp, "model.layers.%u.*", c->n_layers);
+    if (c->n_mtp_layers) bad |= json_array_append_new(list, json_string(mtp)) != 0;
+    if (!bad) return list;
+    json_decref(list);
+    return NULL;
 }
 
 static json_t *numbers(bool dynamic)
@@ -90,29 +89,38 @@ static json_t *numbers(bool dynamic)
                      NBI_NVFP4_BLOCK, "dynamic", dynamic);
 }
 
+/* quantization_config and hf_quant_config.json; NULL in either when out of memory. Takes over
+ * `ignore`. */
+static void describe(json_t **q, json_t **hf, json_t *ignore, bool activations)
+{
+    const char *algo = activations ? "NVFP4" : "W4A16_NVFP4";
+    json_t *group = activations
+                        ? json_pack("{s:o, s:o, s:[s]}", "weights", numbers(false),
+                                    "input_activations", numbers(false), "targets", "Linear")
+                        : json_pack("{s:o, s:[s]}", "weights", numbers(false), "targets", "Linear");
+    *q = json_pack("{s:s, s:s, s:{s:o}, s:O, s:{s:s, s:s}}", "quant_method", "modelopt",
+                   "quant_algo", algo, "config_groups", "group_0", group, "ignore", ignore,
+                   "producer", "name", "nibble", "version", NB_VERSION);
+    *hf =
+        json_pack("{s:{s:s, s:s}, s:{s:s, s:n, s:i, s:o}}", "producer", "name", "nibble", "version",
+                  NB_VERSION, "quantization", "quant_algo", algo, "kv_cache_quant_algo",
+                  "group_size", NBI_NVFP4_BLOCK, "exclude_modules", ignore);
+}
+
 nb_status nbi_q_write_files(const char *dir, const nbi_quantize_options *o, const nbi_config *c,
                             const nbi_q_list *list, nb_error *err)
 {
     static const char *const skip[] = {"config.json", "hf_quant_config.json", NBI_Q_RECORD, NULL};
-    bool activations = list->modules[0].input_scale > 0;
-    const char *algo = activations ? "NVFP4" : "W4A16_NVFP4";
-    json_t *config = NULL, *ignore = ignore_list(o, c);
+    json_t *config = NULL, *q = NULL, *hf = NULL;
     char *path = nbi_path_join(o->model_dir, "config.json");
     nb_status st = path ? nbi_json_load(&config, path, FILE_BYTES_MAX, err)
                         : nbi_fail(err, NB_NO_MEMORY, "out of memory for a path");
     nbi_free(path);
-    json_t *group = json_pack("{s:o, s:[s]}", "weights", numbers(false), "targets", "Linear");
-    if (activations) json_object_set_new(group, "input_activations", numbers(false));
-    json_t *q = json_pack("{s:s, s:s, s:{s:o}, s:O, s:{s:s, s:s}}", "quant_method", "modelopt",
-                          "quant_algo", algo, "config_groups", "group_0", group, "ignore", ignore,
-                          "producer", "name", "nibble", "version", NB_VERSION);
-    json_t *hf =
-        json_pack("{s:{s:s, s:s}, s:{s:s, s:n, s:i, s:o}}", "producer", "name", "nibble", "version",
-                  NB_VERSION, "quantization", "quant_algo", algo, "kv_cache_quant_algo",
-                  "group_size", NBI_NVFP4_BLOCK, "exclude_modules", ignore);
-    if (st == NB_OK && (!q || !hf))
-        st = nbi_fail(err, NB_NO_MEMORY, "out of memory for the configuration");
-    if (st == NB_OK) json_object_set(config, "quantization_config", q);
+    if (st == NB_OK) {
+        describe(&q, &hf, ignore_list(o, c), list->modules[0].input_scale > 0);
+        if (!q || !hf || json_object_set(config, "quantization_config", q))
+            st = nbi_fail(err, NB_NO_MEMORY, "out of memory for the configuration");
+    }
     if (st == NB_OK) st = nbi_write_json(dir, "config.json", config, err);
     if (st == NB_OK) st = nbi_write_json(dir, "hf_quant_config.json", hf, err);
     if (st == NB_OK) st = nbi_copy_others(dir, o->model_dir, skip, err);
@@ -124,27 +132,36 @@ nb_status nbi_q_write_files(const char *dir, const nbi_quantize_options *o, cons
 
 /* ---- record */
 
-/* Source files with size and time of change, and the options that decide the bytes. */
+static json_t *file_record(const char *name, const char *path)
+{
+    struct stat st;
+    if (stat(path, &st)) memset(&st, 0, sizeof st);
+    return json_pack("{s:s, s:I, s:I, s:I}", "name", name, "bytes", (json_int_t)st.st_size,
+                     "seconds", (json_int_t)st.st_mtim.tv_sec, "nanoseconds",
+                     (json_int_t)st.st_mtim.tv_nsec);
+}
+
+/* Source files with size and time of change, and the options that decide the bytes. NULL when out
+ * of memory. */
 static json_t *make_record(const nbi_quantize_options *o, const nbi_checkpoint *ckpt)
 {
     json_t *files = json_array();
-    size_t n = nbi_checkpoint_files(ckpt);
-    for (size_t i = 0; i <= n; i++) {
-        const char *name = i < n ? nbi_checkpoint_file(ckpt, (uint32_t)i) : o->input_scales;
-        char *path = i < n ? nbi_path_join(o->model_dir, name) : name ? nbi_strdup(name) : NULL;
-        struct stat st;
-        if (path && stat(path, &st) == 0)
-            json_array_append_new(files, json_pack("{s:s, s:I, s:I, s:I}", "name", name, "bytes",
-                                                   (json_int_t)st.st_size, "seconds",
-                                                   (json_int_t)st.st_mtim.tv_sec, "nanoseconds",
-                                                   (json_int_t)st.st_mtim.tv_nsec));
+    bool bad = !files;
+    for (size_t i = 0; i < nbi_checkpoint_files(ckpt) && !bad; i++) {
+        const char *name = nbi_checkpoint_file(ckpt, (uint32_t)i);
+        char *path = nbi_path_join(o->model_dir, name);
+        bad = !path || json_array_append_new(files, file_record(name, path));
         nbi_free(path);
     }
+    if (!bad && o->input_scales)
+        bad = json_array_append_new(files, file_record(o->input_scales, o->input_scales)) != 0;
     char *real = realpath(o->model_dir, NULL);
     json_t *record =
-        json_pack("{s:s, s:s, s:s, s:b, s:I, s:o}", "nibble", NB_VERSION, "source",
-                  real ? real : o->model_dir, "scope", nbi_quantize_scope_name(o->scope), "mtp",
-                  o->mtp, "shard_bytes", (json_int_t)o->shard_bytes, "files", files);
+        bad ? NULL
+            : json_pack("{s:s, s:s, s:s, s:b, s:I, s:O}", "nibble", NB_VERSION, "source",
+                        real ? real : o->model_dir, "scope", nbi_quantize_scope_name(o->scope),
+                        "mtp", o->mtp, "shard_bytes", (json_int_t)o->shard_bytes, "files", files);
+    json_decref(files);
     free(real);
     return record;
 }
