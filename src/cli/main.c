@@ -11,6 +11,7 @@ static const struct row {
     const char *text;
 } rows[] = {
     {"bench", nbi_cmd_bench, "decode and prefill speed against the memory's floor"},
+    {"chat", nbi_cmd_chat, "a conversation in the terminal"},
     {"inspect", nbi_cmd_inspect, "what a checkpoint holds and whether it can run"},
     {"quantize", nbi_cmd_quantize, "BF16 weights to NVFP4"},
     {"score", nbi_cmd_score, "log-likelihood, perplexity and logits of given tokens"},
