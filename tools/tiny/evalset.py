@@ -130,11 +130,11 @@ def clean_story(prompt, text, n_tokens):
 
 def score(skill, item, reasoning, content, calls, n_tokens=0):
     """→ {metric: bool}."""
+    if skill == "story":
+        return {skill: clean_story(item.user, content or "", n_tokens)[0]}
     content = (content or "").strip()
     if skill == "three_plus_five":
         return {skill: content == "8" and bool(reasoning)}
-    if skill == "story":
-        return {skill: clean_story(item.user, content, n_tokens)[0]}
     if "calls" in item.check:
         return {skill: calls == item.check["calls"]}
     if "json" in item.check:

@@ -152,14 +152,14 @@ class _Scatter(torch.autograd.Function):
 
 
 class Mlp(nn.Module):
-    """A stack of E gated MLPs; `calls` collects activation maxima when calibration asks for them."""
+    """A stack of E gated MLPs; `calibrators` watch the activations while quantize.py calibrates."""
 
     def __init__(self, experts, width, inner):
         super().__init__()
         self.gate_up = nn.Parameter(torch.randn(experts, 2 * inner, width) * width ** -0.5)
         self.down = nn.Parameter(torch.randn(experts, width, inner) * 0.3 * inner ** -0.5)
         self.qat = False
-        self.amax = None            # calibration: {"in": [E], "mid": [E]}
+        self.calibrators = None     # {"in": [E], "mid": [E]}, each with collect(tensor)
 
     def weights(self):
         if self.qat:
@@ -167,9 +167,9 @@ class Mlp(nn.Module):
         return self.gate_up, self.down
 
     def note(self, e, x, mid):
-        if self.amax is not None and x.numel():
-            self.amax["in"][e] = max(self.amax["in"][e], float(x.abs().max()))
-            self.amax["mid"][e] = max(self.amax["mid"][e], float(mid.abs().max()))
+        if self.calibrators is not None and x.numel():
+            self.calibrators["in"][e].collect(x)
+            self.calibrators["mid"][e].collect(mid)
 
     def single(self, x, gate_up, down, e=0):
         mid = swiglu(F.linear(x, gate_up[e]))
@@ -184,7 +184,7 @@ class Mlp(nn.Module):
         """x [N,D], experts and weights [N,k] → [N,D]."""
         gate_up, down = self.weights()
         n_experts, k = gate_up.shape[0], experts.shape[1]
-        if not x.is_cuda or self.amax is not None:
+        if not x.is_cuda or self.calibrators is not None:
             out = torch.zeros_like(x)
             for e in range(n_experts):
                 token, slot = (experts == e).nonzero(as_tuple=True)
