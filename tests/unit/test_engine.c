@@ -88,6 +88,17 @@ static size_t generate_alone(const char *dir, uint32_t chunk, uint32_t k, uint32
     return n;
 }
 
+static void copy_file(const char *from_dir, const char *to_dir, const char *name)
+{
+    char path[600];
+    nbi_map map;
+    snprintf(path, sizeof path, "%s/%s", from_dir, name);
+    assert_int_equal(nbi_map_open(&map, path, NULL), NB_OK);
+    snprintf(path, sizeof path, "%s/%s", to_dir, name);
+    assert_int_equal(nbi_file_write(path, map.data, map.bytes, NULL), NB_OK);
+    nbi_map_close(&map);
+}
+
 static const char *const models[] = {DATA("glm52-nvfp4-routed"), DATA("glm53-fp8"),
                                      DATA("qwen3-nvfp4"), DATA("v32-bf16"), DATA("lite-bf16")};
 
@@ -113,6 +124,7 @@ static void same_tokens_in_any_batch(void **state)
     }
 }
 
+/* C66 */
 static void same_tokens_however_the_prompt_is_cut(void **state)
 {
     (void)state;
@@ -127,7 +139,7 @@ static void same_tokens_however_the_prompt_is_cut(void **state)
     }
 }
 
-/* Pages for about one and a half requests: the younger is put back and computed again. */
+/* C69. Pages for about one and a half requests: the younger is put back and computed again. */
 static void preempted_requests_give_the_same_tokens(void **state)
 {
     (void)state;
@@ -216,6 +228,51 @@ static void drafting_changes_no_token(void **state)
         assert_int_equal(stats.kv_tokens_used, 0);
         nb_engine_close(&e);
     }
+}
+
+/* The trained model's MTP layer guesses right often enough to be worth it. */
+static void drafts_of_the_embedded_model_are_good(void **state)
+{
+    (void)state;
+    const char *dir = NBI_TEST_SOURCE_DIR "/models/glm5-tiny";
+    int32_t plain[MAX_TOKENS], drafted[MAX_TOKENS];
+    size_t n_plain = 0, n_drafted = 0;
+    for (int draft = 0; draft < 2; draft++) {
+        nb_engine_options o;
+        nb_error err = {0};
+        nb_engine *e = NULL;
+        nb_engine_options_default(&o);
+        o.model_dir = dir;
+        o.max_context = 1024;
+        if (draft) o.speculative_algorithm = "mtp";
+        if (nb_engine_open(&e, &o, &err) != NB_OK) fail_msg("%s", err.text);
+        static const char text[] = "Once upon a time in a land far away there was";
+        nb_request_options ro = {0};
+        int32_t *ids = NULL;
+        assert_int_equal(nb_tokenize(e, text, strlen(text), false, &ids, &ro.n_prompt, NULL),
+                         NB_OK);
+        ro.prompt = ids;
+        nb_sampling_default(e, &ro.sampling);
+        ro.sampling.temperature = 0;
+        ro.sampling.max_tokens = 150;
+        nb_request *r = NULL;
+        nb_finish finish;
+        assert_int_equal(nb_request_submit(&r, e, &ro, NULL), NB_OK);
+        if (draft)
+            n_drafted = drain(e, r, drafted, &finish);
+        else
+            n_plain = drain(e, r, plain, &finish);
+        nb_engine_stats stats;
+        nb_engine_get_stats(e, &stats);
+        if (draft)
+            assert_true(stats.draft_accepted * 2 >
+                        stats.draft_steps); /* half a token per step at least */
+        nb_request_close(&r);
+        nb_free(ids);
+        nb_engine_close(&e);
+    }
+    assert_int_equal(n_plain, n_drafted);
+    assert_memory_equal(plain, drafted, n_plain * sizeof(int32_t));
 }
 
 static void a_slow_reader_holds_only_itself(void **state)
@@ -358,17 +415,6 @@ static void prompt_logprobs_and_tops(void **state)
 
 /* ---------------------------------------------------------------- numerics guard */
 
-static void copy_file(const char *from_dir, const char *to_dir, const char *name)
-{
-    char path[600];
-    nbi_map map;
-    snprintf(path, sizeof path, "%s/%s", from_dir, name);
-    assert_int_equal(nbi_map_open(&map, path, NULL), NB_OK);
-    snprintf(path, sizeof path, "%s/%s", to_dir, name);
-    assert_int_equal(nbi_file_write(path, map.data, map.bytes, NULL), NB_OK);
-    nbi_map_close(&map);
-}
-
 /* A copy of the checkpoint whose embedding row 7 holds a NaN. */
 static void poison_embedding(const char *from, const char *to)
 {
@@ -437,6 +483,161 @@ static void a_nan_fails_its_request_and_no_other(void **state)
     char command[200];
     snprintf(command, sizeof command, "rm -rf %s", dir);
     assert_int_equal(system(command), 0);
+}
+
+/* ---------------------------------------------------------------- ends, penalties, grammars */
+
+/* C30: each of several end ids of generation_config.json stops the answer. */
+static void every_end_id_stops(void **state)
+{
+    (void)state;
+    int32_t free_run[MAX_TOKENS], ids[MAX_TOKENS];
+    char dir[64] = "/tmp/nibble-test-XXXXXX", path[600], text[200];
+    generate_alone(DATA("qwen3-tied-f32"), 512, 2, 12, 0, free_run);
+    assert_non_null(mkdtemp(dir));
+    copy_file(DATA("qwen3-tied-f32"), dir, "config.json");
+    copy_file(DATA("qwen3-tied-f32"), dir, "model.safetensors");
+    snprintf(path, sizeof path, "%s/generation_config.json", dir);
+    for (int at = 0; at < 3; at++) {
+        int32_t end = free_run[4 + at];
+        size_t first = 0;
+        while (free_run[first] != end) first++;
+        int n = snprintf(text, sizeof text, "{\"eos_token_id\": [%d, %d, %d]}", at == 0 ? end : 95,
+                         at == 1 ? end : 95, at == 2 ? end : 95);
+        assert_int_equal(nbi_file_write(path, text, (size_t)n, NULL), NB_OK);
+        nb_engine *e = open_engine(dir, 64, 1, 0);
+        int32_t prompt[128];
+        nb_request_options o = {.prompt = prompt, .n_prompt = make_prompt(prompt, 2)};
+        nb_sampling_default(e, &o.sampling);
+        o.sampling.temperature = 0;
+        o.sampling.max_tokens = 12;
+        nb_request *r = NULL;
+        nb_finish finish;
+        assert_int_equal(nb_request_submit(&r, e, &o, NULL), NB_OK);
+        assert_int_equal(drain(e, r, ids, &finish), first + 1);
+        assert_int_equal(finish, NB_FINISH_STOP);
+        nb_request_close(&r);
+        o.sampling.min_tokens = (uint32_t)first + 3; /* not before then */
+        assert_int_equal(nb_request_submit(&r, e, &o, NULL), NB_OK);
+        assert_true(drain(e, r, ids, &finish) >= first + 3);
+        nb_request_close(&r);
+        nb_engine_close(&e);
+    }
+    snprintf(text, sizeof text, "rm -rf %s", dir);
+    assert_int_equal(system(text), 0);
+}
+
+static nb_request *submit_with(nb_engine *e, const nb_request_options *base)
+{
+    nb_request *r = NULL;
+    nb_error err = {0};
+    if (nb_request_submit(&r, e, base, &err) != NB_OK) fail_msg("%s", err.text);
+    return r;
+}
+
+static size_t count_repeats(const int32_t *ids, size_t n)
+{
+    size_t repeats = 0;
+    for (size_t i = 0; i < n; i++) {
+        for (size_t j = 0; j < i; j++) {
+            if (ids[i] != ids[j]) continue;
+            repeats++;
+            break;
+        }
+    }
+    return repeats;
+}
+
+static void penalties_and_bias(void **state)
+{
+    (void)state;
+    nb_engine *e = open_engine(models[2], 64, 2, 0);
+    int32_t prompt[128], ids[MAX_TOKENS];
+    nb_request_options o = {.prompt = prompt, .n_prompt = make_prompt(prompt, 1)};
+    nb_finish finish;
+    nb_sampling_default(e, &o.sampling);
+    o.sampling.temperature = 0;
+    o.sampling.max_tokens = 40;
+    o.sampling.ignore_eos = true;
+    nb_sampling plain = o.sampling;
+
+    nb_logit_bias bias[] = {{.id = 17, .bias = 100}};
+    o.sampling.logit_bias = bias;
+    o.sampling.n_logit_bias = 1;
+    nb_request *r = submit_with(e, &o);
+    assert_int_equal(drain(e, r, ids, &finish), 40);
+    for (int i = 0; i < 40; i++) assert_int_equal(ids[i], 17);
+    nb_request_close(&r);
+
+    o.sampling.frequency_penalty =
+        2; /* 100 is used up after 50 repeats; with presence the first costs more */
+    bias[0].bias = 21;
+    o.sampling.presence_penalty = 2;
+    r = submit_with(e, &o);
+    drain(e, r, ids, &finish);
+    assert_int_equal(ids[0], 17);
+    size_t n17 = 0;
+    for (int i = 0; i < 40; i++) n17 += ids[i] == 17;
+    assert_in_range(n17, 1, 20);
+    nb_request_close(&r);
+
+    o.sampling = plain;
+    o.sampling.frequency_penalty = 2;
+    o.sampling.presence_penalty = 2;
+    o.sampling.repetition_penalty = 2;
+    r = submit_with(e, &o);
+    drain(e, r, ids, &finish);
+    size_t repeats = count_repeats(ids, 40);
+    nb_request_close(&r);
+    o.sampling = plain;
+    r = submit_with(e, &o);
+    drain(e, r, ids, &finish);
+    assert_true(repeats <= count_repeats(ids, 40));
+    nb_request_close(&r);
+    nb_engine_close(&e);
+}
+
+/* Allows one id at a time, 10, 11, 12, ... */
+typedef struct counting {
+    int32_t next;
+    int accepted;
+} counting;
+
+static void counting_mask(void *user, uint32_t *bits, size_t n_words)
+{
+    const counting *c = user;
+    assert_true((size_t)c->next / 32 < n_words);
+    bits[c->next / 32] |= 1u << c->next % 32;
+}
+
+static void counting_accept(void *user, int32_t id)
+{
+    counting *c = user;
+    assert_int_equal(id, c->next);
+    c->next++;
+    c->accepted++;
+}
+
+static void a_grammar_decides(void **state)
+{
+    (void)state;
+    nb_engine *e = open_engine(models[0], 64, 2, 0);
+    int32_t prompt[128], ids[MAX_TOKENS];
+    counting c = {.next = 10};
+    nb_grammar grammar = {.user = &c, .mask = counting_mask, .accept = counting_accept};
+    nb_request_options o = {
+        .prompt = prompt, .n_prompt = make_prompt(prompt, 1), .grammar = &grammar};
+    nb_finish finish;
+    nb_sampling_default(e, &o.sampling);
+    o.sampling.max_tokens = 20;
+    o.sampling.ignore_eos = true;
+    o.sampling.n_logprobs = 3;
+    nb_request *r = submit_with(e, &o);
+    assert_int_equal(drain(e, r, ids, &finish), 20);
+    for (int i = 0; i < 20; i++) assert_int_equal(ids[i], 10 + i);
+    assert_int_equal(c.accepted, 20);
+    nb_request_close(&r);
+    nb_engine_close(&e);
 }
 
 /* ---------------------------------------------------------------- the engine's own thread */
@@ -536,11 +737,15 @@ int main(void)
         cmocka_unit_test(preempted_requests_give_the_same_tokens),
         cmocka_unit_test(a_cached_prefix_changes_no_token),
         cmocka_unit_test(drafting_changes_no_token),
+        cmocka_unit_test(drafts_of_the_embedded_model_are_good),
         cmocka_unit_test(a_slow_reader_holds_only_itself),
         cmocka_unit_test(cancel_frees_pages_in_one_step),
         cmocka_unit_test(bad_requests_name_the_field),
         cmocka_unit_test(prompt_logprobs_and_tops),
         cmocka_unit_test(a_nan_fails_its_request_and_no_other),
+        cmocka_unit_test(every_end_id_stops),
+        cmocka_unit_test(penalties_and_bias),
+        cmocka_unit_test(a_grammar_decides),
         cmocka_unit_test(many_threads_one_engine),
         cmocka_unit_test(closing_ends_what_runs),
         cmocka_unit_test(refusals_when_opening),

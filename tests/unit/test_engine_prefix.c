@@ -86,6 +86,7 @@ static void pages_hold_what_they_say(void **state)
     run(64);
 }
 
+/* C65 */
 static void collisions_change_nothing(void **state)
 {
     (void)state;
