@@ -17,8 +17,8 @@ from tokenizers import Tokenizer
 import backends
 import evalset
 
-COUNTS = {"arith": 400, "three_plus_five": 1, "recall_1500": 200, "recall_short": 100, "tool": 300,
-          "tool_result": 100, "json": 300, "chat": 100, "story": 40}
+COUNTS = {"arith": 400, "three_plus_five": 1, "recall_1500": 200, "recall_1500_off": 100,
+          "recall_short": 100, "tool": 300, "tool_result": 100, "json": 300, "chat": 100, "story": 40}
 
 
 def run(backend, tokenizer, counts, seed, show=0, log=print):

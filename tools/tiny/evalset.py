@@ -17,6 +17,7 @@ GOALS = {"arith": 0.97, "three_plus_five": 1.0, "recall_1500": 0.95, "tool": 0.9
 TITLES = {"arith": "additions and subtractions to three digits, reasoning on",
           "three_plus_five": '"What is 3+5?" gives 8, with reasoning and content',
           "recall_1500": "recall of a fact at least 1,500 tokens back",
+          "recall_1500_off": "the same, reasoning off",
           "recall_short": "recall of a fact 5 to 250 tokens back",
           "tool": "tool call for a declared function, exact",
           "json": "JSON object on request, valid",
@@ -77,8 +78,11 @@ def build(skill, n, seed, tokenizer):
             "chat": lambda i: _checkable(chat.make, rng),
             "recall_short": lambda i: _recall(rng, tokenizer, 5, 400, (5, 250)),
             "recall_1500": lambda i: _recall(rng, tokenizer, 1500, 2100, (1450, 1950)),
+            "recall_1500_off": lambda i: _recall(rng, tokenizer, 1500, 2100, (1450, 1950)),
             "story": lambda i: _story(rng, i == 0)}[skill]
-    return [(make(i), skill == "arith" or (skill != "story" and i % 2 == 0)) for i in range(n)]
+    thinking = {"arith": [True], "recall_1500": [True], "recall_1500_off": [False], "story": [False]}
+    modes = thinking.get(skill, [True, False])
+    return [(make(i), modes[i % len(modes)]) for i in range(n)]
 
 
 _CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.S)

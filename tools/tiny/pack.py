@@ -1,9 +1,10 @@
-"""Losslessly smaller BF16 checkpoints, for carrying one between machines in parts of 15 MB.
+"""Smaller BF16 checkpoints, for carrying one between machines in parts of 15 MB.
 
-  python tools/tiny/pack.py pack FOLDER PARTS      FOLDER: sharded BF16 checkpoint
+  python tools/tiny/pack.py pack FOLDER PARTS [BITS]      FOLDER: sharded BF16 checkpoint
   python tools/tiny/pack.py unpack PARTS FOLDER
 
-The byte with sign and exponent compresses to under half, the mantissa byte hardly at all.
+The byte with sign and exponent compresses to under half, the mantissa byte hardly at all. With BITS,
+the MLP weights are first rounded to that many mantissa bits (they end as NVFP4, with one).
 """
 import json
 import lzma
@@ -18,8 +19,18 @@ import checkpoint
 PART = 15_000_000
 
 
-def pack(folder, parts):
+def rounded(t, bits):
+    """bfloat16 with `bits` of its 7 mantissa bits, half up in magnitude."""
+    drop = 7 - bits
+    i = t.view(torch.int16).to(torch.int32) & 0xFFFF
+    return (((i + (1 << (drop - 1))) >> drop) << drop).to(torch.int16).view(torch.bfloat16)
+
+
+def pack(folder, parts, bits=7):
     tensors = checkpoint.load_raw(folder)
+    if int(bits) < 7:
+        tensors |= {k: rounded(t, int(bits)) for k, t in tensors.items()
+                    if ".mlp." in k and t.dtype == torch.bfloat16 and not k.endswith("gate.weight")}
     high, low, names = [], [], []
     for name, t in tensors.items():
         raw = t.view(torch.uint8).numpy().reshape(-1, t.element_size())
@@ -62,4 +73,4 @@ def unpack(parts, folder):
 
 
 if __name__ == "__main__":
-    {"pack": pack, "unpack": unpack}[sys.argv[1]](*sys.argv[2:4])
+    {"pack": pack, "unpack": unpack}[sys.argv[1]](*sys.argv[2:])
