@@ -37,6 +37,8 @@
  *  - String values are given out as they come. Other values are held until complete; one longer
  *    than options.max_held bytes is given as a string instead. The same bound holds for a call
  *    whose name comes behind its arguments; beyond it is content.
+ *  - A parser holds at most about twice options.max_held, 3 MiB more for keys of arguments, and
+ *    the text of one push.
  *  - Output that ends inside a call: what exists is closed to valid JSON and the call is not
  *    `complete`. When the model stopped by itself, a last value without its end tag counts and
  *    other rests are content. When it was cut off, a number, literal, key or tag that is cut is

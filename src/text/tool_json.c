@@ -451,6 +451,6 @@ nb_status nbi_tool_json_unquote(nbi_tool_json *j, const char *s, size_t n, nbi_b
     nbi_buf_clear(&j->key);
     j->quote = '"';
     j->expect = EXPECT_KEY; /* strings that are keys are decoded */
-    NB_TRY(read_string(j, s, n, true, &used, NULL));
+    NB_TRY(read_string(j, s, n, true, &used, out));
     return nbi_buf_add(out, j->key.data ? j->key.data : "", j->key.len);
 }

@@ -93,7 +93,7 @@ static nb_status add_item(nbi_tool_parser *p, nbi_tool_item_kind kind, size_t at
         last->item.n += n;
         return NB_OK;
     }
-    if (p->n_outs == p->cap_outs) {
+    if (!p->outs || p->n_outs == p->cap_outs) {
         size_t cap = p->cap_outs ? p->cap_outs * 2 : 8;
         nbi_tool_out *outs = nbi_realloc(p->outs, cap * sizeof *outs);
         if (!outs) return NB_NO_MEMORY;

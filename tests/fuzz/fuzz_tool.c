@@ -42,8 +42,8 @@ static void run(nbi_tool_answer *answer, uint8_t mode, const char *text, size_t 
     if (nbi_tool_parser_create(&p, form, tools(), &options, &err) != NB_OK) abort();
     for (size_t at = 0; at < n; at += cut) {
         size_t len = n - at < cut ? n - at : cut;
-        add(answer, nbi_tool_parser_push(p, text + at, len, &items, &n_items, &err), items,
-            n_items);
+        nb_status st = nbi_tool_parser_push(p, text + at, len, &items, &n_items, &err);
+        add(answer, st, items, n_items);
     }
     nb_status st = nbi_tool_parser_finish(p, mode & 8, &items, &n_items, &err);
     add(answer, st, items, n_items);

@@ -258,13 +258,34 @@ static void mutations_never_break(void **state)
 
 /* ---------------------------------------------------------------- streaming, bounds, options */
 
+typedef struct push_step {
+    const char *push, *args; /* the fragments that this push gives */
+} push_step;
+
+static void check_steps(nbi_tool_form form, const push_step *steps, size_t n)
+{
+    nbi_tool_parser *p = NULL;
+    assert_int_equal(nbi_tool_parser_create(&p, form, tools, NULL, &err), NB_OK);
+    for (size_t i = 0; i < n; i++) {
+        const nbi_tool_item *items;
+        size_t n_items, len = strlen(steps[i].push);
+        nbi_buf got = {0};
+        assert_int_equal(nbi_tool_parser_push(p, steps[i].push, len, &items, &n_items, &err),
+                         NB_OK);
+        for (size_t k = 0; k < n_items; k++)
+            if (items[k].kind == NBI_TOOL_ARGS)
+                assert_int_equal(nbi_buf_add(&got, items[k].text, items[k].n), NB_OK);
+        same(got.data ? got.data : "", steps[i].args, steps[i].push, "fragment");
+        nbi_buf_free(&got);
+    }
+    nbi_tool_parser_destroy(&p);
+}
+
 /* A string leaves as it comes; a number only when it is complete. */
 static void strings_stream_and_numbers_wait(void **state)
 {
     (void)state;
-    static const struct {
-        const char *push, *args;
-    } steps[] = {
+    static const push_step glm[] = {
         {"<tool_call>weather<arg_key>city</arg_key><arg_value>Lu", "{\"city\":\"Lu"},
         {"nd", "nd"},
         {"</arg_va", ""},
@@ -274,22 +295,18 @@ static void strings_stream_and_numbers_wait(void **state)
         {"</arg_value>", ",\"days\":12"},
         {"</tool_call>", "}"},
     };
-    nbi_tool_parser *p = NULL;
-    assert_int_equal(nbi_tool_parser_create(&p, NBI_TOOL_FORM_GLM, tools, NULL, &err), NB_OK);
-    for (size_t i = 0; i < sizeof steps / sizeof *steps; i++) {
-        const nbi_tool_item *items;
-        size_t n_items;
-        nbi_buf got = {0};
-        assert_int_equal(
-            nbi_tool_parser_push(p, steps[i].push, strlen(steps[i].push), &items, &n_items, &err),
-            NB_OK);
-        for (size_t k = 0; k < n_items; k++)
-            if (items[k].kind == NBI_TOOL_ARGS)
-                assert_int_equal(nbi_buf_add(&got, items[k].text, items[k].n), NB_OK);
-        same(got.data ? got.data : "", steps[i].args, steps[i].push, "fragment");
-        nbi_buf_free(&got);
-    }
-    nbi_tool_parser_destroy(&p);
+    static const push_step hermes[] = {
+        {"<tool_call>\n{\"name\": \"weather\", \"arguments\": {\"ci", "{"},
+        {"ty\": \"Lu", "\"city\":\"Lu"},
+        {"nd\\", "nd"},
+        {"n\"", "\\n\""},
+        {", \"days\": 1", ""},
+        {"2", ""},
+        {"}", ",\"days\":12}"},
+        {"}\n</tool_call>", ""},
+    };
+    check_steps(NBI_TOOL_FORM_GLM, glm, sizeof glm / sizeof *glm);
+    check_steps(NBI_TOOL_FORM_HERMES, hermes, sizeof hermes / sizeof *hermes);
 }
 
 static void values_beyond_the_bound_are_strings(void **state)
