@@ -13,7 +13,7 @@
 
 #include "base/clock.h"
 #include "base/json.h"
-#include "cli/model_options.h"
+#include "cli/run_options.h"
 #include "server/served.h"
 
 #define READ_MS 50 /* how long Ctrl-C may go unnoticed */
@@ -34,7 +34,7 @@ static const nbi_command command = {
 typedef enum shown { SHOWN_NOTHING, SHOWN_REASONING, SHOWN_CONTENT } shown;
 
 typedef struct chat {
-    nbi_model_options model;
+    nbi_run_options model;
     const char *system, *template_file, *parser;
     double temperature, top_p;
     uint64_t seed;
@@ -365,16 +365,16 @@ static int apply(chat *c, int n_operands, char **argv)
     if (n_operands && c->model.model) return nbi_cli_usage(&command, "the model is named twice");
     if (n_operands) c->model.model = argv[1];
     c->has_seed = c->seed != UINT64_MAX;
-    return nbi_model_options_apply(&c->model, &command);
+    return nbi_run_options_apply(&c->model, &command);
 }
 
 int nbi_cmd_chat(int argc, char **argv)
 {
     chat c = {.parser = "auto", .temperature = NAN, .top_p = NAN, .seed = UINT64_MAX};
     int n_operands = 0;
-    nbi_model_options_init(&c.model, "warn");
+    nbi_run_options_init(&c.model, "warn");
     const nbi_opt options[] = {
-        NBI_MODEL_OPTION_ROWS(&c.model),
+        NBI_RUN_OPTION_ROWS(&c.model),
         {"system", NBI_OPT_STRING, &c.system, "TEXT", "a system message to begin with", false},
         {"temperature", NBI_OPT_F64, &c.temperature, "T", "default: the model's; 0: greedy", false},
         {"top-p", NBI_OPT_F64, &c.top_p, "P", "default: the model's", false},
@@ -391,6 +391,6 @@ int nbi_cmd_chat(int argc, char **argv)
     int status = nbi_cli_parse(&command, options, argc, argv, &n_operands);
     if (status < 0) status = apply(&c, n_operands, argv);
     if (status < 0) status = run(&c);
-    nbi_model_options_free(&c.model);
+    nbi_run_options_free(&c.model);
     return status;
 }

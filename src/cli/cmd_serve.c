@@ -10,7 +10,7 @@
 #include <unistd.h>
 
 #include "base/log.h"
-#include "cli/model_options.h"
+#include "cli/run_options.h"
 #include "server/server.h"
 
 #define STOP_WAIT_MS 2000
@@ -34,7 +34,7 @@ static const nbi_command command = {
 };
 
 typedef struct serving {
-    nbi_model_options model;
+    nbi_run_options model;
     nbi_server_options options;
     nbi_server *server;
     nb_engine *engine; /* the loader's until `loaded` */
@@ -149,7 +149,7 @@ static int apply(serving *s, uint32_t port, const nbi_opt_list *names, const nbi
     s->options.n_names = (uint32_t)names->n;
     s->options.api_keys = keys->items;
     s->options.n_api_keys = (uint32_t)keys->n;
-    return nbi_model_options_apply(&s->model, &command);
+    return nbi_run_options_apply(&s->model, &command);
 }
 
 int nbi_cmd_serve(int argc, char **argv)
@@ -158,10 +158,10 @@ int nbi_cmd_serve(int argc, char **argv)
     nbi_opt_list names = {0}, keys = {0};
     int n_operands = 0;
     nbi_server_options_default(&s.options);
-    nbi_model_options_init(&s.model, "info");
+    nbi_run_options_init(&s.model, "info");
     uint32_t port = s.options.port;
     const nbi_opt options[] = {
-        NBI_MODEL_OPTION_ROWS(&s.model),
+        NBI_RUN_OPTION_ROWS(&s.model),
         {"host", NBI_OPT_STRING, &s.options.host, "HOST",
          "name or address to listen on (default 127.0.0.1)", false},
         {"port", NBI_OPT_U32, &port, "N", "default 8000; 0: any free one, see the log", false},
@@ -182,7 +182,7 @@ int nbi_cmd_serve(int argc, char **argv)
     int status = nbi_cli_parse(&command, options, argc, argv, &n_operands);
     if (status < 0) status = apply(&s, port, &names, &keys, n_operands, argv);
     if (status < 0) status = serve(&s);
-    nbi_model_options_free(&s.model);
+    nbi_run_options_free(&s.model);
     nbi_opt_list_free(&names);
     nbi_opt_list_free(&keys);
     return status;

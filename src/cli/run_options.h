@@ -7,15 +7,15 @@
 extern "C" {
 #endif
 
-typedef struct nbi_model_options {
+typedef struct nbi_run_options {
     nb_engine_options engine;
     const char *model;     /* --model */
     char *found;           /* the embedded model's folder, when it is used */
     const char *log_level; /* --log-level */
-} nbi_model_options;
+} nbi_run_options;
 
-/* Rows for an option table, in the spelling of SGLang and vLLM. `o` is an nbi_model_options *. */
-#define NBI_MODEL_OPTION_ROWS(o)                                                                   \
+/* Rows for an option table, in the spelling of SGLang and vLLM. `o` is an nbi_run_options *. */
+#define NBI_RUN_OPTION_ROWS(o)                                                                     \
     {"model",                                                                                      \
      NBI_OPT_STRING,                                                                               \
      &(o)->model,                                                                                  \
@@ -81,15 +81,39 @@ typedef struct nbi_model_options {
          "answers written together (default 64)",                                                  \
          false},                                                                                   \
         {"max-num-seqs", NBI_OPT_U32, &(o)->engine.max_running, "N", "the same", false},           \
+        {"schedule-policy",                                                                        \
+         NBI_OPT_STRING,                                                                           \
+         &(o)->engine.schedule_policy,                                                             \
+         "NAME",                                                                                   \
+         "fcfs (default): first come, first served; lpm: longest\ncached prefix first",            \
+         false},                                                                                   \
+        {"disable-radix-cache",                                                                    \
+         NBI_OPT_FLAG,                                                                             \
+         &(o)->engine.disable_prefix_cache,                                                        \
+         NULL,                                                                                     \
+         "keep no KV pages for requests that begin alike",                                         \
+         false},                                                                                   \
+        {"speculative-algorithm",                                                                  \
+         NBI_OPT_STRING,                                                                           \
+         &(o)->engine.speculative_algorithm,                                                       \
+         "NAME",                                                                                   \
+         "none (default), mtp: draft with the checkpoint's MTP\nlayer; the answers stay the same", \
+         false},                                                                                   \
+        {"speculative-num-steps",                                                                  \
+         NBI_OPT_U32,                                                                              \
+         &(o)->engine.speculative_num_steps,                                                       \
+         "N",                                                                                      \
+         "drafts per step at most, 1 to 8 (default 3)",                                            \
+         false},                                                                                   \
     {                                                                                              \
         "log-level", NBI_OPT_STRING, &(o)->log_level, "LEVEL", "error, warn, info, debug", false   \
     }
 
-void nbi_model_options_init(nbi_model_options *o, const char *log_level);
+void nbi_run_options_init(nbi_run_options *o, const char *log_level);
 
 /* After parsing: starts the log, finds the model. Returns -1 to go on, else the exit status. */
-int nbi_model_options_apply(nbi_model_options *o, const nbi_command *command);
-void nbi_model_options_free(nbi_model_options *o);
+int nbi_run_options_apply(nbi_run_options *o, const nbi_command *command);
+void nbi_run_options_free(nbi_run_options *o);
 
 #ifdef __cplusplus
 }

@@ -1,13 +1,13 @@
 /* Options of the commands that run a model. Called by serve and chat. */
-#include "cli/model_options.h"
+#include "cli/run_options.h"
 
 #include <string.h>
 
 #include "cli/default_model.h"
 
-void nbi_model_options_init(nbi_model_options *o, const char *log_level)
+void nbi_run_options_init(nbi_run_options *o, const char *log_level)
 {
-    *o = (nbi_model_options){.log_level = log_level};
+    *o = (nbi_run_options){.log_level = log_level};
     nb_engine_options_default(&o->engine);
 }
 
@@ -30,7 +30,7 @@ static bool parse_level(nb_log_level *out, const char *name)
     return false;
 }
 
-int nbi_model_options_apply(nbi_model_options *o, const nbi_command *command)
+int nbi_run_options_apply(nbi_run_options *o, const nbi_command *command)
 {
     nb_log_level level;
     nb_error err = {0};
@@ -49,7 +49,7 @@ int nbi_model_options_apply(nbi_model_options *o, const nbi_command *command)
     return -1;
 }
 
-void nbi_model_options_free(nbi_model_options *o)
+void nbi_run_options_free(nbi_run_options *o)
 {
     nbi_free(o->found);
     o->found = NULL;
