@@ -73,9 +73,9 @@ static int settle(args *a, int n_operands, char **argv)
     nb_error err;
     if (nbi_cpu_level_parse(&a->bench.backend.cpu_level, a->cpu_level, &err) != NB_OK)
         return nbi_cli_fail(&command, &err);
-    const bool f32 = !strcmp(a->kv_dtype, "f32") ||
-                     (!strcmp(a->kv_dtype, "auto") &&
-                      a->bench.backend.cpu_level == NBI_CPU_REFERENCE);
+    const bool f32 =
+        !strcmp(a->kv_dtype, "f32") ||
+        (!strcmp(a->kv_dtype, "auto") && a->bench.backend.cpu_level == NBI_CPU_REFERENCE);
     a->bench.kv_dtype = f32 ? NBI_F32 : NBI_BF16;
     return -1;
 }
@@ -90,9 +90,11 @@ int nbi_cmd_bench(int argc, char **argv)
     const nbi_opt options[] = {
         {"model", NBI_OPT_STRING, &a.model, "DIR", "checkpoint in Hugging Face layout", true},
         {"batch", NBI_OPT_U32, &b->batch, "N", "sequences (default 1)", false},
-        {"context", NBI_OPT_U32, &b->context, "N", "tokens already in the cache (default 0)", false},
+        {"context", NBI_OPT_U32, &b->context, "N", "tokens already in the cache (default 0)",
+         false},
         {"tokens", NBI_OPT_U32, &a.tokens, "N",
-         "decode: steps of a repeat (default 32);\nprefill: tokens of a prompt (default 512)", false},
+         "decode: steps of a repeat (default 32);\nprefill: tokens of a prompt (default 512)",
+         false},
         {"repeat", NBI_OPT_U32, &b->repeat, "N", "default 5", false},
         {"chunk-size", NBI_OPT_U32, &b->chunk, "N", "prompt tokens per step (default 512)", false},
         {"seed", NBI_OPT_U64, &b->seed, "N", "of the token ids (default 1)", false},

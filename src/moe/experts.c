@@ -31,7 +31,8 @@ nb_status nbi_moe_experts_check(const nbi_moe_experts *e, nb_error *err)
     return NB_OK;
 }
 
-float nbi_moe_gate_up_scale(const nbi_moe_shape *shape, const nbi_matrix *gate, const nbi_matrix *up)
+float nbi_moe_gate_up_scale(const nbi_moe_shape *shape, const nbi_matrix *gate,
+                            const nbi_matrix *up)
 {
     if (!shape->w4a4 || shape->kind_gate_up != NBI_WEIGHT_NVFP4) return 0;
     if (!(gate->input_scale > 0) || !(up->input_scale > 0)) return 0;

@@ -10,10 +10,15 @@ static const nbi_moe_runner_ops *const runners[] = {&nbi_moe_runner_cpu, &nbi_mo
                                                     NULL};
 
 /* Names that users bring from other engines and that mean kernels for GPUs. */
-static const char *const gpu_names[] = {
-    "flashinfer_cutlass", "flashinfer_cutedsl", "flashinfer_trtllm", "flashinfer_mxfp4",
-    "triton",             "triton_kernel",      "deep_gemm",         "cutlass",
-    "marlin"};
+static const char *const gpu_names[] = {"flashinfer_cutlass",
+                                        "flashinfer_cutedsl",
+                                        "flashinfer_trtllm",
+                                        "flashinfer_mxfp4",
+                                        "triton",
+                                        "triton_kernel",
+                                        "deep_gemm",
+                                        "cutlass",
+                                        "marlin"};
 
 const nbi_moe_runner_ops *const *nbi_moe_runners(void)
 {
@@ -59,7 +64,8 @@ nb_status nbi_moe_runner_choose(const nbi_moe_runner_ops **out, const char *name
         if (!has_name(*r, name)) continue;
         char why[256] = "";
         if (!(*r)->supports(b, shape, why, sizeof why))
-            return nbi_fail(err, NB_UNSUPPORTED, "MoE runner \"%s\" cannot run this: %s", name, why);
+            return nbi_fail(err, NB_UNSUPPORTED, "MoE runner \"%s\" cannot run this: %s", name,
+                            why);
         *out = *r;
         return NB_OK;
     }

@@ -14,7 +14,8 @@ extern const nbi_moe_runner_ops nbi_moe_runner_cpu;       /* cpu/cpu.c */
  * allows. NB_INVALID naming the matrix. */
 nb_status nbi_moe_experts_check(const nbi_moe_experts *e, nb_error *err);
 
-/* Input scale that gate and up of an expert share: the larger; 0 when w4a4 is off or one has none. */
+/* Input scale that gate and up of an expert share: the larger; 0 when w4a4 is off or one has none.
+ */
 float nbi_moe_gate_up_scale(const nbi_moe_shape *shape, const nbi_matrix *gate,
                             const nbi_matrix *up);
 float nbi_moe_down_scale(const nbi_moe_shape *shape, const nbi_matrix *down);

@@ -1,4 +1,5 @@
-/* Reads mapped weights as fast as plain loads go. The floor of a token is its bytes over this rate. */
+/* Reads mapped weights as fast as plain loads go. The floor of a token is its bytes over this rate.
+ */
 #include "perf/bandwidth.h"
 
 #include <dirent.h>
@@ -70,7 +71,8 @@ static const uint8_t *piece_at(const nbi_bandwidth *b, uint64_t i)
 /* Built for the baseline and for the two wider vectors; the loader picks one. */
 __attribute__((target_clones("avx512f", "avx2", "default")))
 #endif
-static uint64_t read_piece(const uint8_t *p)
+static uint64_t
+read_piece(const uint8_t *p)
 {
     typedef uint64_t line __attribute__((vector_size(64), aligned(1), may_alias));
     line a = {0}, b = {0}, c = {0}, d = {0};
@@ -96,7 +98,8 @@ static void read_task(void *arg, uint32_t begin, uint32_t end, uint32_t thread)
     b->sum ^= sum;
 }
 
-nb_status nbi_bandwidth_open(nbi_bandwidth **out, const char *dir, uint32_t n_threads, nb_error *err)
+nb_status nbi_bandwidth_open(nbi_bandwidth **out, const char *dir, uint32_t n_threads,
+                             nb_error *err)
 {
     nb_status st;
     nbi_bandwidth *b = nbi_calloc(1, sizeof *b);

@@ -10,7 +10,8 @@ extern "C" {
 typedef struct nbi_bandwidth nbi_bandwidth;
 
 /* Maps the *.safetensors files of a folder and brings them into memory by reading them once. */
-nb_status nbi_bandwidth_open(nbi_bandwidth **out, const char *dir, uint32_t n_threads, nb_error *err);
+nb_status nbi_bandwidth_open(nbi_bandwidth **out, const char *dir, uint32_t n_threads,
+                             nb_error *err);
 void nbi_bandwidth_close(nbi_bandwidth **b);
 
 uint32_t nbi_bandwidth_threads(const nbi_bandwidth *b);

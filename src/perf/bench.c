@@ -1,5 +1,5 @@
-/* Steps of the model itself: no scheduler, no sampler, no text. What is timed is nbi_model_forward()
- * with logits of the last row of every sequence. */
+/* Steps of the model itself: no scheduler, no sampler, no text. What is timed is
+ * nbi_model_forward() with logits of the last row of every sequence. */
 #include "perf/bench.h"
 
 #include <stdio.h>
@@ -61,8 +61,9 @@ static size_t carve(bench *b, char *base)
     const struct {
         int32_t **at;
         size_t n;
-    } arrays[] = {{&b->ids, b->max_rows},     {&b->pos, b->max_rows},  {&b->row_seq, b->max_rows},
-                  {&b->fault, b->max_rows},   {&b->seq_first, n + 1u}, {&b->seq_len, n},
+    } arrays[] = {{&b->ids, b->max_rows},     {&b->pos, b->max_rows},
+                  {&b->row_seq, b->max_rows}, {&b->fault, b->max_rows},
+                  {&b->seq_first, n + 1u},    {&b->seq_len, n},
                   {&b->logit_rows, n},        {&b->pages, (size_t)n * b->pages_per_seq}};
     for (size_t i = 0; i < sizeof arrays / sizeof *arrays; i++) {
         const size_t at = nbi_plan_add(&plan, arrays[i].n * sizeof(int32_t));
@@ -84,7 +85,8 @@ static nb_status open_all(bench *b, nb_error *err)
     if (length > c->max_positions)
         return nbi_fail(err, NB_TOO_LARGE, "%llu tokens in a sequence; the model's limit is %u",
                         (unsigned long long)length, c->max_positions);
-    /* A step never splits a sequence's decode tokens; prompts go chunk by chunk, one after another. */
+    /* A step never splits a sequence's decode tokens; prompts go chunk by chunk, one after another.
+     */
     b->max_rows = o->chunk > o->batch ? o->chunk : o->batch;
     b->pages_per_seq = (uint32_t)((length + NBI_PAGE_TOKENS - 1) / NBI_PAGE_TOKENS);
     NB_TRY(nbi_model_reserve(b->model, b->max_rows, o->batch, o->batch, (uint32_t)length, err));
@@ -195,7 +197,8 @@ static uint64_t bytes_per_token(const bench *b)
         return nbi_model_token_bytes(b->model, o->batch, o->context + o->tokens / 2, o->kv_dtype) /
                o->batch;
     const uint32_t rows = o->tokens < o->chunk ? o->tokens : o->chunk;
-    /* The cache is read once per chunk, not once per row: left out, it is small beside the weights. */
+    /* The cache is read once per chunk, not once per row: left out, it is small beside the weights.
+     */
     return nbi_model_token_bytes(b->model, rows, 0, o->kv_dtype) / rows;
 }
 

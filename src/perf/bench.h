@@ -1,5 +1,5 @@
-/* Decode and prefill of a real checkpoint against the floor that the machine's read bandwidth gives.
- * Callers: `nibble bench`, bench/. */
+/* Decode and prefill of a real checkpoint against the floor that the machine's read bandwidth
+ * gives. Callers: `nibble bench`, bench/. */
 #pragma once
 
 #include "model/model.h"
@@ -30,8 +30,8 @@ typedef struct nbi_bench_result {
     double floor_ms;          /* of a token */
     double ms_per_token, ms_per_token_min, ms_per_token_max;
     double tokens_per_s;
-    double share_of_floor;    /* floor_ms / ms_per_token */
-    double gmac_per_s;        /* attention over the cache left out */
+    double share_of_floor; /* floor_ms / ms_per_token */
+    double gmac_per_s;     /* attention over the cache left out */
     uint64_t weight_bytes;
     uint32_t n_threads;
     char runner[32], device[64];

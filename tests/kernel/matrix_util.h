@@ -1,5 +1,6 @@
-/* Random matrices of every weight kind, as a mapped file would hold them (data at odd addresses), and
- * their values decoded in double by the definition of the formats, apart from the code under test. */
+/* Random matrices of every weight kind, as a mapped file would hold them (data at odd addresses),
+ * and their values decoded in double by the definition of the formats, apart from the code under
+ * test. */
 #pragma once
 
 #include "operator_util.h"
@@ -20,7 +21,7 @@ double mat_at(const nbi_matrix *m, uint32_t r, uint32_t c);
 double mat_e4m3(uint8_t v);
 double mat_e2m1(uint8_t code);
 
-/* out[t][r] = sum_c W[r][c] * x[t][c]; x [n][x_stride], out and sizes [n][rows]. sizes (may be NULL):
- * the sum of magnitudes, what rounding errors are measured by. */
+/* out[t][r] = sum_c W[r][c] * x[t][c]; x [n][x_stride], out and sizes [n][rows]. sizes (may be
+ * NULL): the sum of magnitudes, what rounding errors are measured by. */
 void mat_product(double *out, double *sizes, const nbi_matrix *m, const float *x, uint32_t n,
                  size_t x_stride);

@@ -1,6 +1,6 @@
-/* The operator `linear` at every level of this machine against a float64 oracle: all weight kinds, odd
- * shapes and addresses, bit equality over batches, threads and row views, NVFP4 activations, the field
- * cases of NVFP4 arithmetic. `--bench` times it. */
+/* The operator `linear` at every level of this machine against a float64 oracle: all weight kinds,
+ * odd shapes and addresses, bit equality over batches, threads and row views, NVFP4 activations,
+ * the field cases of NVFP4 arithmetic. `--bench` times it. */
 #include "matrix_util.h"
 
 #include "backend/cpu/linear.h"
@@ -14,10 +14,16 @@ static const nbi_weight_kind kinds[] = {NBI_WEIGHT_NVFP4,      NBI_WEIGHT_FP8_BL
 static nbi_cpu *open_for(nbi_cpu_level level, uint32_t threads, uint32_t cols, uint32_t rows,
                          uint32_t n)
 {
-    const nbi_limits limits = {
-        .max_rows = n, .max_linear_cols = cols, .max_linear_rows = rows, .max_seqs = 1,
-        .max_context = 64, .n_heads = 1, .n_kv_heads = 1, .head_dim = 64, .vocab = 64,
-        .max_logit_rows = 1};
+    const nbi_limits limits = {.max_rows = n,
+                               .max_linear_cols = cols,
+                               .max_linear_rows = rows,
+                               .max_seqs = 1,
+                               .max_context = 64,
+                               .n_heads = 1,
+                               .n_kv_heads = 1,
+                               .head_dim = 64,
+                               .vocab = 64,
+                               .max_logit_rows = 1};
     return op_open(level, threads, &limits);
 }
 
@@ -59,8 +65,8 @@ static float *run(nbi_cpu *cpu, const nbi_matrix *m, const float *x, uint32_t x_
     return y;
 }
 
-static void check_shape(nbi_cpu *cpu, nbi_weight_kind kind, uint32_t rows, uint32_t cols, uint32_t n,
-                        bool exact)
+static void check_shape(nbi_cpu *cpu, nbi_weight_kind kind, uint32_t rows, uint32_t cols,
+                        uint32_t n, bool exact)
 {
     mat w;
     mat_make(&w, kind, rows, cols, op_below(2));
@@ -68,7 +74,8 @@ static void check_shape(nbi_cpu *cpu, nbi_weight_kind kind, uint32_t rows, uint3
     float *x = op_floats((size_t)n * xs), *bias = op_below(2) ? op_floats(rows) : NULL;
     for (uint32_t t = 0; t < n; t++) op_fill(x + (size_t)t * xs, cols, 1);
     if (bias) op_fill(bias, rows, 0.1f);
-    double *want = malloc((size_t)n * rows * sizeof *want), *size = malloc((size_t)n * rows * sizeof *size);
+    double *want = malloc((size_t)n * rows * sizeof *want),
+           *size = malloc((size_t)n * rows * sizeof *size);
     mat_product(want, size, &w.m, x, n, xs);
     float *y = run(cpu, &w.m, x, xs, n, ys, bias, exact);
     const double bound = bound_of(cpu->level, kind, exact);
@@ -149,8 +156,8 @@ static void test_tables(void **state)
 
 /* ---------------------------------------------------------------- bits */
 
-/* Every value a matrix kind can hold, through every kernel: unit vectors pick single weights, so the
- * result is the weight itself (times the global scale). */
+/* Every value a matrix kind can hold, through every kernel: unit vectors pick single weights, so
+ * the result is the weight itself (times the global scale). */
 static void exact_values_level(nbi_cpu_level level)
 {
     nbi_cpu *cpu = open_for(level, 1, 256, 256, 256);
@@ -203,11 +210,13 @@ static void bits_level(nbi_cpu_level level)
             mat_make(&w, kinds[k], ROWS, COLS, true);
             float *x = op_floats((size_t)N * COLS);
             op_fill(x, (size_t)N * COLS, 1);
-            nbi_cpu *one = open_for(level, 1, COLS, ROWS, N), *three = open_for(level, 3, COLS, ROWS, N);
+            nbi_cpu *one = open_for(level, 1, COLS, ROWS, N),
+                    *three = open_for(level, 3, COLS, ROWS, N);
             float *want = run(one, &w.m, x, COLS, N, ROWS, NULL, exact);
             for (size_t i = 0; i < sizeof tokens / sizeof *tokens; i++) {
                 const uint32_t n = tokens[i], t = op_below(N - n + 1);
-                float *y = run(i % 2 ? one : three, &w.m, x + (size_t)t * COLS, COLS, n, ROWS, NULL, exact);
+                float *y = run(i % 2 ? one : three, &w.m, x + (size_t)t * COLS, COLS, n, ROWS, NULL,
+                               exact);
                 same_bits(y, want + (size_t)t * ROWS, (size_t)n * ROWS,
                           label(level, &w.m, n, exact));
                 op_free(y);
@@ -317,8 +326,13 @@ static void c57_level(nbi_cpu_level level)
     uint8_t codes[ROWS * COLS / 2], scales[ROWS * BLOCKS];
     memset(codes, 0x22, sizeof codes);
     for (uint32_t i = 0; i < sizeof scales; i++) scales[i] = (uint8_t)(1 + i * 7 % 126);
-    const nbi_matrix m = {.kind = NBI_WEIGHT_NVFP4, .rows = ROWS, .cols = COLS, .data = codes,
-                          .scales = scales, .global_scale = 1, .name = "c57"};
+    const nbi_matrix m = {.kind = NBI_WEIGHT_NVFP4,
+                          .rows = ROWS,
+                          .cols = COLS,
+                          .data = codes,
+                          .scales = scales,
+                          .global_scale = 1,
+                          .name = "c57"};
     float x[BLOCKS * COLS] = {0};
     for (uint32_t b = 0; b < BLOCKS; b++) x[b * COLS + 16 * b + 3] = 1;
     float *y = run(cpu, &m, x, COLS, BLOCKS, ROWS, NULL, false);
@@ -349,15 +363,22 @@ static void test_c58(void **state)
     }
 }
 
-/* C59: the input scale reaches every kernel. Rounded to NVFP4, 2.0 becomes 6 * 0.6875 * 0.5 = 2.0625. */
+/* C59: the input scale reaches every kernel. Rounded to NVFP4, 2.0 becomes 6 * 0.6875 * 0.5
+ * = 2.0625. */
 static void c59_level(nbi_cpu_level level)
 {
     nbi_cpu *cpu = open_for(level, 1, 32, 32, 32);
     uint8_t codes[32 * 16], scales[32 * 2];
     memset(codes, 0x22, sizeof codes);
     memset(scales, 0x48, sizeof scales);
-    const nbi_matrix m = {.kind = NBI_WEIGHT_NVFP4, .rows = 32, .cols = 32, .data = codes,
-                          .scales = scales, .global_scale = 0.25f, .input_scale = 0.5f, .name = "c59"};
+    const nbi_matrix m = {.kind = NBI_WEIGHT_NVFP4,
+                          .rows = 32,
+                          .cols = 32,
+                          .data = codes,
+                          .scales = scales,
+                          .global_scale = 0.25f,
+                          .input_scale = 0.5f,
+                          .name = "c59"};
     float x[32 * 32];
     for (int i = 0; i < 32 * 32; i++) x[i] = 2;
     for (int w4a4 = 0; w4a4 < 2; w4a4++) {
@@ -396,8 +417,13 @@ static void test_refusals(void **state)
     uint8_t data[64] = {0};
     nbi_weight *w = NULL;
     nb_error err;
-    nbi_matrix m = {.kind = NBI_WEIGHT_NVFP4, .rows = 1, .cols = 24, .data = data, .scales = data,
-                    .global_scale = 1, .name = "m.proj"};
+    nbi_matrix m = {.kind = NBI_WEIGHT_NVFP4,
+                    .rows = 1,
+                    .cols = 24,
+                    .data = data,
+                    .scales = data,
+                    .global_scale = 1,
+                    .name = "m.proj"};
     assert_int_equal(cpu->base.ops->weight_prepare(&cpu->base, &w, &m, &err), NB_INVALID);
     assert_non_null(strstr(err.text, "m.proj"));
     assert_non_null(strstr(err.text, "24"));
@@ -435,7 +461,8 @@ static void bench_case(nbi_cpu_level level, nbi_weight_kind kind, uint32_t n, do
     void *copies[64];
     for (uint32_t i = 0; i < b.n_w; i++) {
         nbi_matrix m = one.m;
-        const size_t data = (size_t)(nbi_matrix_row_bytes(&m) * ROWS), scales = (size_t)(bytes - data);
+        const size_t data = (size_t)(nbi_matrix_row_bytes(&m) * ROWS),
+                     scales = (size_t)(bytes - data);
         copies[i] = nbi_pages_alloc(data + scales);
         memcpy(copies[i], m.data, data);
         if (scales) memcpy((char *)copies[i] + data, m.scales, scales);
@@ -448,10 +475,10 @@ static void bench_case(nbi_cpu_level level, nbi_weight_kind kind, uint32_t n, do
     b.a = (nbi_linear_args){.y = y, .x = x, .n_rows = n, .x_stride = COLS, .y_stride = ROWS};
     const double s = op_time(bench_step, &b, n > 16 ? 9 : 3 * b.n_w);
     const uint32_t threads = nbi_pool_threads(b.cpu->pool);
-    print_message("%-9s %-10s T=%-4u %9.1f us  %6.2f GB/s  %5.1f %% of read  %7.1f GMAC/s per core\n",
-                  nbi_cpu_level_name(level), nbi_weight_kind_name(kind), n, 1e6 * s,
-                  1e-9 * (double)bytes / s, 100 * (double)bytes / s / bandwidth,
-                  1e-9 * n * (double)ROWS * COLS / s / threads);
+    print_message(
+        "%-9s %-10s T=%-4u %9.1f us  %6.2f GB/s  %5.1f %% of read  %7.1f GMAC/s per core\n",
+        nbi_cpu_level_name(level), nbi_weight_kind_name(kind), n, 1e6 * s, 1e-9 * (double)bytes / s,
+        100 * (double)bytes / s / bandwidth, 1e-9 * n * (double)ROWS * COLS / s / threads);
     for (uint32_t i = 0; i < b.n_w; i++) {
         b.cpu->base.ops->weight_release(&b.cpu->base, &b.w[i]);
         nbi_pages_free(copies[i], (size_t)bytes);
@@ -468,7 +495,8 @@ static void run_bench(void)
     nbi_pool *pool = NULL;
     nbi_pool_create(&pool, 0, NULL);
     const double bandwidth = op_read_bandwidth(pool);
-    print_message("read bandwidth %.2f GB/s, %u threads\n", 1e-9 * bandwidth, nbi_pool_threads(pool));
+    print_message("read bandwidth %.2f GB/s, %u threads\n", 1e-9 * bandwidth,
+                  nbi_pool_threads(pool));
     nbi_pool_destroy(&pool);
     for (int l = NBI_CPU_AVX2; l <= (int)nbi_cpu_detect(); l++)
         for (size_t k = 0; k < 4; k++)

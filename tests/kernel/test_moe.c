@@ -1,5 +1,5 @@
-/* MoE runners: every runner at every level of this machine against a float64 oracle; equal bits over
- * batches, neighbours and threads; ids of -1, NaN in one expert, unequal global scales, NVFP4
+/* MoE runners: every runner at every level of this machine against a float64 oracle; equal bits
+ * over batches, neighbours and threads; ids of -1, NaN in one expert, unequal global scales, NVFP4
  * activations; names. `--bench` times them. */
 #include "matrix_util.h"
 
@@ -58,9 +58,16 @@ static void free_layer(layer *l)
 
 static nbi_cpu *open_cpu(nbi_cpu_level level, uint32_t threads, bool w4a4)
 {
-    const nbi_limits limits = {.max_rows = 4, .max_linear_cols = 64, .max_linear_rows = 64,
-                               .max_seqs = 1, .max_context = 64, .n_heads = 1, .n_kv_heads = 1,
-                               .head_dim = 64, .vocab = 64, .max_logit_rows = 1};
+    const nbi_limits limits = {.max_rows = 4,
+                               .max_linear_cols = 64,
+                               .max_linear_rows = 64,
+                               .max_seqs = 1,
+                               .max_context = 64,
+                               .n_heads = 1,
+                               .n_kv_heads = 1,
+                               .head_dim = 64,
+                               .vocab = 64,
+                               .max_logit_rows = 1};
     nbi_cpu *cpu = op_open(level, threads, &limits);
     cpu->w4a4 = w4a4;
     return cpu;
@@ -77,7 +84,8 @@ static float *run(nbi_cpu *cpu, const nbi_moe_runner_ops *ops, const layer *l, c
     void *ws = op_alloc(ops->workspace_bytes(&cpu->base, &l->e.shape, n));
     float *out = op_floats((size_t)n * l->e.shape.hidden);
     ops->run(&cpu->base, prepared,
-             &(nbi_moe_args){.out = out, .x = x, .ids = ids, .weights = weights, .n_rows = n, .workspace = ws});
+             &(nbi_moe_args){
+                 .out = out, .x = x, .ids = ids, .weights = weights, .n_rows = n, .workspace = ws});
     op_check(out);
     op_free(ws);
     ops->release(&cpu->base, &prepared);
@@ -114,12 +122,13 @@ static void oracle_row(const layer *l, const float *x, const int32_t *ids, const
     memset(out, 0, s->hidden * sizeof *out);
     for (uint32_t i = 0; i < s->top_k; i++) {
         if (ids[i] < 0) continue;
-        const nbi_matrix *gate = &l->e.gate[ids[i]], *up = &l->e.up[ids[i]], *down = &l->e.down[ids[i]];
+        const nbi_matrix *gate = &l->e.gate[ids[i]], *up = &l->e.up[ids[i]],
+                         *down = &l->e.down[ids[i]];
         memcpy(xr, x, s->hidden * sizeof *xr);
         if (s->w4a4)
-            nbi_nvfp4_round_row(x, s->hidden,
-                                gate->input_scale > up->input_scale ? gate->input_scale : up->input_scale,
-                                xr);
+            nbi_nvfp4_round_row(
+                x, s->hidden,
+                gate->input_scale > up->input_scale ? gate->input_scale : up->input_scale, xr);
         mat_product(g, NULL, gate, xr, 1, s->hidden);
         mat_product(u, NULL, up, xr, 1, s->hidden);
         for (uint32_t j = 0; j < s->inter; j++) h[j] = (float)(g[j] / (1 + exp(-g[j])) * u[j]);
@@ -196,8 +205,8 @@ static void test_oracle(void **state)
     each(oracle_case);
 }
 
-/* The same values rounded the same way. The bound leaves room for one flipped rounding of h: a float32
- * and a double h may lie on two sides of a tie. */
+/* The same values rounded the same way. The bound leaves room for one flipped rounding of h: a
+ * float32 and a double h may lie on two sides of a tie. */
 static void w4a4_case(nbi_cpu_level level, const nbi_moe_runner_ops *ops)
 {
     nbi_cpu *cpu = open_cpu(level, 2, true);
@@ -224,8 +233,8 @@ static void same_bits(const float *a, const float *b, size_t n, const char *what
     }
 }
 
-/* Row by row, in small batches, and with more threads: the bits of the large batch. 700 rows are more
- * than one chunk of rows and more than one block of tokens per expert. */
+/* Row by row, in small batches, and with more threads: the bits of the large batch. 700 rows are
+ * more than one chunk of rows and more than one block of tokens per expert. */
 static void bits_case(nbi_cpu_level level, const nbi_moe_runner_ops *ops)
 {
     enum { N = 700, K = 2, H = 48, I = 64 };
@@ -271,16 +280,27 @@ static void make_flat(flat *f, uint32_t rows, uint32_t cols, uint8_t scale, floa
 {
     memset(f->codes, 0x22, sizeof f->codes);
     memset(f->scales, scale, sizeof f->scales);
-    f->m = (nbi_matrix){.kind = NBI_WEIGHT_NVFP4, .rows = rows, .cols = cols, .data = f->codes,
-                        .scales = f->scales, .global_scale = global, .name = "expert"};
+    f->m = (nbi_matrix){.kind = NBI_WEIGHT_NVFP4,
+                        .rows = rows,
+                        .cols = cols,
+                        .data = f->codes,
+                        .scales = f->scales,
+                        .global_scale = global,
+                        .name = "expert"};
 }
 
 static layer flat_layer(flat f[3], nbi_matrix views[3], uint32_t hidden, uint32_t inter)
 {
     for (int i = 0; i < 3; i++) views[i] = f[i].m;
-    return (layer){.e = {.shape = {.n_experts = 1, .top_k = 1, .hidden = hidden, .inter = inter,
-                                   .kind_gate_up = NBI_WEIGHT_NVFP4, .kind_down = NBI_WEIGHT_NVFP4},
-                         .gate = &views[0], .up = &views[1], .down = &views[2]}};
+    return (layer){.e = {.shape = {.n_experts = 1,
+                                   .top_k = 1,
+                                   .hidden = hidden,
+                                   .inter = inter,
+                                   .kind_gate_up = NBI_WEIGHT_NVFP4,
+                                   .kind_down = NBI_WEIGHT_NVFP4},
+                         .gate = &views[0],
+                         .up = &views[1],
+                         .down = &views[2]}};
 }
 
 /* C03: gate and up keep their own global scales: sums 0.32 and 1.28. */
@@ -310,8 +330,8 @@ static void test_c03(void **state)
     each(c03_case);
 }
 
-/* C55, the runner's part: the weight it is given is used once and nothing else scales. Weight 2.5 (the
- * routing factor is in it), expert output 4: with a shared expert of 1 the sum is 11. */
+/* C55, the runner's part: the weight it is given is used once and nothing else scales. Weight 2.5
+ * (the routing factor is in it), expert output 4: with a shared expert of 1 the sum is 11. */
 static void c55_case(nbi_cpu_level level, const nbi_moe_runner_ops *ops)
 {
     nbi_cpu *cpu = open_cpu(level, 1, false);
@@ -354,7 +374,8 @@ static void c63_case(nbi_cpu_level level, const nbi_moe_runner_ops *ops)
     float *unused = run(cpu, ops, &l, x, all_one, weights, N);
     same_bits(unused, want, N * H, "NaN in an unused expert");
     float *used = run(cpu, ops, &l, x, mixed, weights, N);
-    for (int t = 0; t < N; t += 2) same_bits(used + t * H, want + t * H, H, "NaN in another row's expert");
+    for (int t = 0; t < N; t += 2)
+        same_bits(used + t * H, want + t * H, H, "NaN in another row's expert");
     for (int t = 1; t < N; t += 2) assert_true(isnan(used[t * H]));
     op_free(want);
     op_free(unused);
@@ -369,7 +390,8 @@ static void test_c63(void **state)
     each(c63_case);
 }
 
-/* C70: -1 is no expert. Experts that no row chose must not be touched: their pointers lead nowhere. */
+/* C70: -1 is no expert. Experts that no row chose must not be touched: their pointers lead nowhere.
+ */
 static void c70_case(nbi_cpu_level level, const nbi_moe_runner_ops *ops)
 {
     enum { H = 32, I = 32 };
@@ -406,18 +428,28 @@ static void test_names(void **state)
 {
     (void)state;
     nbi_cpu *cpu = open_cpu(NBI_CPU_REFERENCE, 1, false);
-    nbi_moe_shape shape = {.n_experts = 4, .top_k = 2, .hidden = 64, .inter = 32,
-                           .kind_gate_up = NBI_WEIGHT_NVFP4, .kind_down = NBI_WEIGHT_NVFP4};
+    nbi_moe_shape shape = {.n_experts = 4,
+                           .top_k = 2,
+                           .hidden = 64,
+                           .inter = 32,
+                           .kind_gate_up = NBI_WEIGHT_NVFP4,
+                           .kind_down = NBI_WEIGHT_NVFP4};
     const nbi_moe_runner_ops *ops = NULL;
     nb_error err;
     assert_int_equal(nbi_moe_runner_choose(&ops, "auto", &cpu->base, &shape, &err), NB_OK);
     assert_string_equal(ops->name, "cpu");
     assert_int_equal(nbi_moe_runner_choose(&ops, "reference", &cpu->base, &shape, &err), NB_OK);
     assert_string_equal(ops->name, "reference");
-    static const char *const gpu[] = {"flashinfer_cutlass", "flashinfer_cutedsl", "flashinfer_trtllm",
-                                      "triton", "deep_gemm", "cutlass", "marlin"};
+    static const char *const gpu[] = {"flashinfer_cutlass",
+                                      "flashinfer_cutedsl",
+                                      "flashinfer_trtllm",
+                                      "triton",
+                                      "deep_gemm",
+                                      "cutlass",
+                                      "marlin"};
     for (size_t i = 0; i < sizeof gpu / sizeof *gpu; i++) {
-        assert_int_equal(nbi_moe_runner_choose(&ops, gpu[i], &cpu->base, &shape, &err), NB_UNSUPPORTED);
+        assert_int_equal(nbi_moe_runner_choose(&ops, gpu[i], &cpu->base, &shape, &err),
+                         NB_UNSUPPORTED);
         assert_non_null(strstr(err.text, gpu[i]));
         assert_non_null(strstr(err.text, "GPU"));
         assert_non_null(strstr(err.text, "\"cpu\""));
@@ -486,7 +518,8 @@ static void bench_case(nbi_cpu_level level, uint32_t n, double bandwidth)
     assert_int_equal(b.ops->prepare(&b.cpu->base, &b.prepared, &l.e, NULL), NB_OK);
     const size_t ws_bytes = b.ops->workspace_bytes(&b.cpu->base, &l.e.shape, n);
     void *ws = nbi_pages_alloc(ws_bytes);
-    float *x = op_floats((size_t)n * H), *out = op_floats((size_t)n * H), *weights = op_floats((size_t)n * K);
+    float *x = op_floats((size_t)n * H), *out = op_floats((size_t)n * H),
+          *weights = op_floats((size_t)n * K);
     int32_t *ids = op_alloc((size_t)n * K * sizeof *ids);
     op_fill(x, (size_t)n * H, 1);
     double best = 1e9;
@@ -494,20 +527,23 @@ static void bench_case(nbi_cpu_level level, uint32_t n, double bandwidth)
     for (int i = 0; i < 40; i++) { /* fresh routing each step: no expert stays in a cache */
         uint32_t seen[E] = {0};
         for (uint32_t t = 0; t < n; t++)
-            for (uint32_t k = 0; k < K; k++) ids[t * K + k] = (int32_t)((op_below(E / K) * K + k) % E);
+            for (uint32_t k = 0; k < K; k++)
+                ids[t * K + k] = (int32_t)((op_below(E / K) * K + k) % E);
         used = 0;
         for (uint32_t k = 0; k < n * K; k++) used += seen[ids[k]]++ == 0;
         for (uint32_t k = 0; k < n * K; k++) weights[k] = 0.125f;
-        b.a = (nbi_moe_args){.out = out, .x = x, .ids = ids, .weights = weights, .n_rows = n, .workspace = ws};
+        b.a = (nbi_moe_args){
+            .out = out, .x = x, .ids = ids, .weights = weights, .n_rows = n, .workspace = ws};
         const double s = op_time(bench_step, &b, 1);
         if (s < best) best = s;
     }
     const double bytes = (double)used * 3 * H * I * 9 / 16;
     const uint32_t threads = nbi_pool_threads(b.cpu->pool);
-    print_message("%-9s cpu nvfp4 %u of %u experts [%u, %u] T=%-4u %9.1f us  %6.2f GB/s  %5.1f %% of "
-                  "read  %7.1f GMAC/s per core (best of 40)\n",
-                  nbi_cpu_level_name(level), K, E, I, H, n, 1e6 * best, 1e-9 * bytes / best,
-                  100 * bytes / best / bandwidth, 1e-9 * n * K * 3.0 * H * I / best / threads);
+    print_message(
+        "%-9s cpu nvfp4 %u of %u experts [%u, %u] T=%-4u %9.1f us  %6.2f GB/s  %5.1f %% of "
+        "read  %7.1f GMAC/s per core (best of 40)\n",
+        nbi_cpu_level_name(level), K, E, I, H, n, 1e6 * best, 1e-9 * bytes / best,
+        100 * bytes / best / bandwidth, 1e-9 * n * K * 3.0 * H * I / best / threads);
     b.ops->release(&b.cpu->base, &b.prepared);
     nbi_pages_free(ws, ws_bytes);
     op_free(x);
@@ -524,7 +560,8 @@ static void run_bench(void)
     nbi_pool *pool = NULL;
     nbi_pool_create(&pool, 0, NULL);
     const double bandwidth = op_read_bandwidth(pool);
-    print_message("read bandwidth %.2f GB/s, %u threads\n", 1e-9 * bandwidth, nbi_pool_threads(pool));
+    print_message("read bandwidth %.2f GB/s, %u threads\n", 1e-9 * bandwidth,
+                  nbi_pool_threads(pool));
     nbi_pool_destroy(&pool);
     for (int l = NBI_CPU_AVX2; l <= (int)nbi_cpu_detect(); l++)
         for (size_t i = 0; i < sizeof rows / sizeof *rows; i++)
@@ -539,9 +576,11 @@ int main(int argc, char **argv)
         return 0;
     }
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_oracle), cmocka_unit_test(test_w4a4),  cmocka_unit_test(test_bits),
-        cmocka_unit_test(test_c03),    cmocka_unit_test(test_c55),   cmocka_unit_test(test_c63),
-        cmocka_unit_test(test_c70),    cmocka_unit_test(test_names), cmocka_unit_test(test_refusals),
+        cmocka_unit_test(test_oracle),   cmocka_unit_test(test_w4a4),
+        cmocka_unit_test(test_bits),     cmocka_unit_test(test_c03),
+        cmocka_unit_test(test_c55),      cmocka_unit_test(test_c63),
+        cmocka_unit_test(test_c70),      cmocka_unit_test(test_names),
+        cmocka_unit_test(test_refusals),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -4,9 +4,9 @@
 
 #include <string.h>
 
-#define ROWS_STEP    32u        /* panels are multiples of this */
-#define PACK_SERIAL  (1u << 15) /* values that one thread packs faster than a region starts */
-#define FIXED_BYTES  (256u << 10)
+#define ROWS_STEP   32u        /* panels are multiples of this */
+#define PACK_SERIAL (1u << 15) /* values that one thread packs faster than a region starts */
+#define FIXED_BYTES (256u << 10)
 
 nb_status nbi_cpu_weight_prepare(nbi_backend *b, nbi_weight **out, const nbi_matrix *m,
                                  nb_error *err)
@@ -179,5 +179,6 @@ void nbi_cpu_linear(nbi_backend *b, const nbi_linear_args *a)
     p.item_rows = nbi_lin_rows_per_item((uint64_t)w->rows * n_blocks, a->n_rows, n_threads);
     p.n_row_items = (w->rows + p.item_rows - 1) / p.item_rows;
     const uint32_t n_items = p.n_row_items * n_blocks;
-    nbi_pool_run(cpu->pool, product_task, &p, n_items, nbi_lin_grain(n_items, a->n_rows, n_threads));
+    nbi_pool_run(cpu->pool, product_task, &p, n_items,
+                 nbi_lin_grain(n_items, a->n_rows, n_threads));
 }

@@ -5,13 +5,13 @@
  * Activations are packed once per call into the form that the panel kernel of the level and weight
  * kind wants; weights are read as the file has them.
  *
- * Numerics: out[t][r] is the same bits whatever the other tokens, rows, panels and threads are. Each
- * kernel has one order of additions per element, given by the number of columns alone:
- *   F32 forms   level reference: double, ascending k. AVX2 and AVX-512: lanes of float32 FMA.
- *   BF16 rows   vdpbf16ps, 16 lanes, 32 columns at a time in ascending order, then a fixed tree.
- *   BF16 pairs  AMX tdpbf16ps, 32 columns at a time in ascending order, added to the C tile.
- * FP8_BLOCK sums each 128 columns on their own, times the block's scale, then adds. The global scale
- * multiplies at the end. */
+ * Numerics: out[t][r] is the same bits whatever the other tokens, rows, panels and threads are.
+ * Each kernel has one order of additions per element, given by the number of columns alone: F32
+ * forms   level reference: double, ascending k. AVX2 and AVX-512: lanes of float32 FMA. BF16 rows
+ * vdpbf16ps, 16 lanes, 32 columns at a time in ascending order, then a fixed tree. BF16 pairs  AMX
+ * tdpbf16ps, 32 columns at a time in ascending order, added to the C tile. FP8_BLOCK sums each 128
+ * columns on their own, times the block's scale, then adds. The global scale multiplies at the end.
+ */
 #pragma once
 
 #include "backend/cpu/cpu_backend.h"
@@ -60,7 +60,7 @@ typedef struct nbi_lin_panel {
     uint32_t t0, n;
     float *out;
     size_t out_stride;
-    void *scratch;         /* nbi_lin_thread_bytes() of this thread, 64-byte aligned */
+    void *scratch;          /* nbi_lin_thread_bytes() of this thread, 64-byte aligned */
     const nbi_matrix *next; /* what this thread will read next, fetched early; NULL: unknown */
     uint32_t next_row, next_rows;
 } nbi_lin_panel;
@@ -69,11 +69,12 @@ typedef struct nbi_lin_panel {
 nbi_lin_form nbi_lin_form_of(nbi_cpu_level level, nbi_weight_kind kind, bool exact);
 size_t nbi_lin_pack_bytes(nbi_lin_form form, uint32_t n, uint32_t cols);
 
-/* Packs tokens [t0, t0 + n) of `x` (t0 a multiple of 16). Token t is row rows[t] of `src` (row t when
- * rows is NULL), `stride` floats apart. input_scale > 0 rounds them to NVFP4 first (cols a multiple
- * of 16); x->scale must then be input_scale. `scratch` as in a panel. */
-void nbi_lin_pack(nbi_cpu_level level, const nbi_lin_x *x, uint32_t t0, uint32_t n, const float *src,
-                  size_t stride, const int32_t *rows, float input_scale, void *scratch);
+/* Packs tokens [t0, t0 + n) of `x` (t0 a multiple of 16). Token t is row rows[t] of `src` (row t
+ * when rows is NULL), `stride` floats apart. input_scale > 0 rounds them to NVFP4 first (cols a
+ * multiple of 16); x->scale must then be input_scale. `scratch` as in a panel. */
+void nbi_lin_pack(nbi_cpu_level level, const nbi_lin_x *x, uint32_t t0, uint32_t n,
+                  const float *src, size_t stride, const int32_t *rows, float input_scale,
+                  void *scratch);
 
 /* Any level; x must have the form of (level, kind). */
 void nbi_lin_run_panel(nbi_cpu_level level, const nbi_lin_panel *p);

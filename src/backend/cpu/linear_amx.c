@@ -1,28 +1,28 @@
 /* Products with AMX BF16 tiles. Callers: linear.c.
  *
- * A holds 16 rows of weights x 32 columns, B the pairs of 32 columns x up to 16 tokens, C the 16 x 16
- * results. tdpbf16ps adds, per element, one chain over the even and one over the odd columns of the
- * 32, then their sum to C: nothing depends on the other elements, so one token and 512 take the same
- * path and give the same bits. C is kept in tiles or, exactly, in memory between steps. FP8_BLOCK
- * starts C anew every 128 columns and adds it, scaled, in float32.
+ * A holds 16 rows of weights x 32 columns, B the pairs of 32 columns x up to 16 tokens, C the 16 x
+ * 16 results. tdpbf16ps adds, per element, one chain over the even and one over the odd columns of
+ * the 32, then their sum to C: nothing depends on the other elements, so one token and 512 take the
+ * same path and give the same bits. C is kept in tiles or, exactly, in memory between steps.
+ * FP8_BLOCK starts C anew every 128 columns and adds it, scaled, in float32.
  *
- * Two loops: `few` (one group of tokens, memory-bound: unpacking of the next 128 columns runs beside
- * the tile products, the next panel is fetched ahead in linear order) and `many` (compute-bound:
- * 32 rows x 1024 columns are unpacked once for all tokens, 2 x 2 tiles of C). */
+ * Two loops: `few` (one group of tokens, memory-bound: unpacking of the next 128 columns runs
+ * beside the tile products, the next panel is fetched ahead in linear order) and `many`
+ * (compute-bound: 32 rows x 1024 columns are unpacked once for all tokens, 2 x 2 tiles of C). */
 #include "backend/cpu/linear.h"
 
 #include "backend/cpu/linear_unpack.h"
 
-#define TILE_ROWS  16u
-#define PANEL_ROWS 32u   /* two A tiles */
-#define SPAN       128u  /* columns unpacked at a time: one cache line of NVFP4 codes per row */
-#define SPAN_STEPS 4u    /* SPAN / 32 */
-#define DEEP       1024u /* columns unpacked at a time by `many` */
-#define TILE_VALUES 512u /* bf16 in an A tile */
+#define TILE_ROWS   16u
+#define PANEL_ROWS  32u   /* two A tiles */
+#define SPAN        128u  /* columns unpacked at a time: one cache line of NVFP4 codes per row */
+#define SPAN_STEPS  4u    /* SPAN / 32 */
+#define DEEP        1024u /* columns unpacked at a time by `many` */
+#define TILE_VALUES 512u  /* bf16 in an A tile */
 #define STEP_VALUES 1024u /* bf16 of 32 rows x 32 columns */
 
-/* Tile registers, and their instructions. The intrinsics of common compilers do not tell the compiler
- * that memory is read and written. */
+/* Tile registers, and their instructions. The intrinsics of common compilers do not tell the
+ * compiler that memory is read and written. */
 #define C00 "0"
 #define C01 "1"
 #define C10 "2"
@@ -31,17 +31,16 @@
 #define A1  "5"
 #define B0  "6"
 #define B1  "7"
-#define tile_load(tile, base, stride)                                                              \
-    __asm__ volatile("tileloadd (%0,%1,1), %%tmm" tile ::"r"((const void *)(base)),                \
-                     "r"((long)(stride))                                                           \
+#define tile_load(tile, base, stride)                                               \
+    __asm__ volatile("tileloadd (%0,%1,1), %%tmm" tile ::"r"((const void *)(base)), \
+                     "r"((long)(stride))                                            \
                      : "memory")
-#define tile_store(base, stride, tile)                                                             \
-    __asm__ volatile("tilestored %%tmm" tile ", (%0,%1,1)" ::"r"((void *)(base)),                  \
-                     "r"((long)(stride))                                                           \
+#define tile_store(base, stride, tile)                                            \
+    __asm__ volatile("tilestored %%tmm" tile ", (%0,%1,1)" ::"r"((void *)(base)), \
+                     "r"((long)(stride))                                          \
                      : "memory")
-#define tile_zero(tile) __asm__ volatile("tilezero %%tmm" tile ::)
-#define tile_product(c, a, b)                                                                      \
-    __asm__ volatile("tdpbf16ps %%tmm" b ", %%tmm" a ", %%tmm" c ::)
+#define tile_zero(tile)       __asm__ volatile("tilezero %%tmm" tile ::)
+#define tile_product(c, a, b) __asm__ volatile("tdpbf16ps %%tmm" b ", %%tmm" a ", %%tmm" c ::)
 
 typedef struct tile_config {
     uint8_t palette, start_row, reserved[14];
@@ -86,7 +85,9 @@ static ahead ahead_of(const nbi_matrix *m, uint32_t row, uint32_t n)
 {
     ahead h;
     memset(&h, 0, sizeof h);
-    if (!m || n == 0) return h;
+    /* BF16 rows are read in runs that the hardware follows by itself: asking ahead costs a fifth.
+     */
+    if (!m || n == 0 || m->kind == NBI_WEIGHT_BF16) return h;
     const size_t bytes = nbi_matrix_row_bytes(m);
     h.data.at = (const char *)m->data + row * bytes;
     h.data.end = h.data.at + n * bytes;
@@ -134,17 +135,17 @@ static inline void unpack_nvfp4(uint16_t *dst, const source *s, uint32_t r0, uin
             memcpy(&sc, scales, sizeof sc);
 #pragma GCC unroll 4
             for (uint32_t k = 0; k < SPAN_STEPS; k++, sc >>= 16) {
-                _mm512_store_si512(out + k * STEP_VALUES,
-                                   nbi_unpack_nvfp4_32(&u, codes + 16 * k, sc & 0xff,
-                                                       sc >> 8 & 0xff));
+                _mm512_store_si512(
+                    out + k * STEP_VALUES,
+                    nbi_unpack_nvfp4_32(&u, codes + 16 * k, sc & 0xff, sc >> 8 & 0xff));
             }
             continue;
         }
         for (uint32_t c = c0, k = 0; c < cols; c += 32, k++) {
-            const __m512i v = c + 32 <= cols
-                                  ? nbi_unpack_nvfp4_32(&u, codes + 16 * k, scales[2 * k],
-                                                        scales[2 * k + 1])
-                                  : nbi_unpack_nvfp4_16(&u, codes + 16 * k, scales[2 * k]);
+            const __m512i v =
+                c + 32 <= cols
+                    ? nbi_unpack_nvfp4_32(&u, codes + 16 * k, scales[2 * k], scales[2 * k + 1])
+                    : nbi_unpack_nvfp4_16(&u, codes + 16 * k, scales[2 * k]);
             _mm512_store_si512(out + k * STEP_VALUES, v);
         }
     }
@@ -199,7 +200,8 @@ static inline float block_scale(const nbi_matrix *w, uint32_t row, uint32_t c)
 {
     const size_t n = (w->cols + NBI_FP8_BLOCK - 1) / NBI_FP8_BLOCK;
     float scale; /* mapped: may be unaligned */
-    memcpy(&scale, (const char *)w->scales + sizeof scale * (row / NBI_FP8_BLOCK * n + c / NBI_FP8_BLOCK),
+    memcpy(&scale,
+           (const char *)w->scales + sizeof scale * (row / NBI_FP8_BLOCK * n + c / NBI_FP8_BLOCK),
            sizeof scale);
     return scale;
 }
@@ -243,8 +245,8 @@ static inline __attribute__((always_inline)) void few_span(const uint16_t *a, co
 }
 
 static inline __attribute__((always_inline)) void few_rows(nbi_weight_kind kind, const source *s,
-                                                           const uint16_t *b, uint32_t n, ahead *next,
-                                                           few_scratch *m)
+                                                           const uint16_t *b, uint32_t n,
+                                                           ahead *next, few_scratch *m)
 {
     const uint32_t cols = s->w->cols, steps = nbi_lin_pad(cols) / 32;
     const uint32_t spans = (steps + SPAN_STEPS - 1) / SPAN_STEPS;
@@ -256,8 +258,7 @@ static inline __attribute__((always_inline)) void few_rows(nbi_weight_kind kind,
         const uint16_t *a = m->a[i & 1];
         for (uint32_t k = 0; k < SPAN_STEPS; k++) {
             fetch_step(next);
-            if (i + 1 < spans)
-                unpack(kind, m->a[(i + 1) & 1], s, 8 * k, 8 * k + 8, (i + 1) * SPAN);
+            if (i + 1 < spans) unpack(kind, m->a[(i + 1) & 1], s, 8 * k, 8 * k + 8, (i + 1) * SPAN);
             const uint32_t step = i * SPAN_STEPS + k;
             if (step < steps) few_span(a + k * STEP_VALUES, b, step, n);
         }
@@ -290,8 +291,8 @@ static inline __attribute__((always_inline)) void few(nbi_weight_kind kind, cons
                             : ahead_of(p->next, p->next_row,
                                        p->next_rows < PANEL_ROWS ? p->next_rows : PANEL_ROWS);
         few_rows(kind, &s, b, p->n, &next, m);
-        put(p->out + r, p->out_stride, kind == NBI_WEIGHT_FP8_BLOCK ? m->sum : m->c, p->n, s.n, p->n,
-            alpha);
+        put(p->out + r, p->out_stride, kind == NBI_WEIGHT_FP8_BLOCK ? m->sum : m->c, p->n, s.n,
+            p->n, alpha);
     }
     __asm__ volatile("tilerelease" ::);
 }
@@ -335,7 +336,8 @@ static inline void zero_c(void)
     tile_zero(C11);
 }
 
-/* `steps` steps of 32 columns for one pair of groups; b0, b1 at the first step; n1 = 0: one group. */
+/* `steps` steps of 32 columns for one pair of groups; b0, b1 at the first step; n1 = 0: one group.
+ */
 static inline __attribute__((always_inline)) void many_steps(const uint16_t *a, const uint16_t *b0,
                                                              const uint16_t *b1, uint32_t n0,
                                                              uint32_t n1, uint32_t steps)
@@ -355,8 +357,8 @@ static inline __attribute__((always_inline)) void many_steps(const uint16_t *a, 
 
 /* One pair of groups, columns [c0, c0 + 32 * steps), into c. */
 static inline __attribute__((always_inline)) void many_pair(nbi_weight_kind kind, const source *s,
-                                                            const uint16_t *x, uint32_t t, uint32_t n,
-                                                            uint32_t c0, uint32_t steps,
+                                                            const uint16_t *x, uint32_t t,
+                                                            uint32_t n, uint32_t c0, uint32_t steps,
                                                             many_scratch *m, result *c)
 {
     const uint32_t pad = nbi_lin_pad(s->w->cols);
@@ -375,29 +377,31 @@ static inline __attribute__((always_inline)) void many_pair(nbi_weight_kind kind
     if (c0 == 0) memset(c, 0, sizeof *c);
     for (uint32_t k = 0; k < steps; k += SPAN_STEPS) {
         zero_c();
-        many_steps(m->a + k * STEP_VALUES, b0 + (size_t)k * 32 * n0, b1 + (size_t)k * 32 * n1, n0, n1,
-                   steps - k < SPAN_STEPS ? steps - k : SPAN_STEPS);
+        many_steps(m->a + k * STEP_VALUES, b0 + (size_t)k * 32 * n0, b1 + (size_t)k * 32 * n1, n0,
+                   n1, steps - k < SPAN_STEPS ? steps - k : SPAN_STEPS);
         store_c(&m->part, n1 != 0);
         for (uint32_t r = 0; r < s->n; r++) {
             const __m512 scale = _mm512_set1_ps(block_scale(s->w, s->row + r, c0 + 32 * k));
             for (uint32_t g = 0; g < 2; g++) {
                 float *sum = c->c[r / 16][g] + r % 16 * 16;
                 const float *add = m->part.c[r / 16][g] + r % 16 * 16;
-                _mm512_store_ps(sum, _mm512_fmadd_ps(_mm512_load_ps(add), scale, _mm512_load_ps(sum)));
+                _mm512_store_ps(sum,
+                                _mm512_fmadd_ps(_mm512_load_ps(add), scale, _mm512_load_ps(sum)));
             }
         }
     }
 }
 
-static void put_pair(const nbi_lin_panel *p, const result *c, uint32_t r, uint32_t n_rows, uint32_t t)
+static void put_pair(const nbi_lin_panel *p, const result *c, uint32_t r, uint32_t n_rows,
+                     uint32_t t)
 {
     const float alpha = p->w->global_scale * p->x->scale;
     for (uint32_t g = 0; g < 2 && t + 16 * g < p->n; g++) {
         const uint32_t first = t + 16 * g, n = p->n - first < 16 ? p->n - first : 16;
         for (uint32_t half = 0; half < 2 && half * TILE_ROWS < n_rows; half++) {
             const uint32_t rows = n_rows - half * 16 < 16 ? n_rows - half * 16 : 16;
-            put(p->out + first * p->out_stride + r + half * 16, p->out_stride, c->c[half][g], 16, rows,
-                n, alpha);
+            put(p->out + first * p->out_stride + r + half * 16, p->out_stride, c->c[half][g], 16,
+                rows, n, alpha);
         }
     }
 }
@@ -419,7 +423,8 @@ static inline __attribute__((always_inline)) void many(nbi_weight_kind kind, con
             result *c = m->c[r / PANEL_ROWS];
             if (p->n >= 32) configure(16, 16);
             uint32_t t = 0;
-            for (; t + 32 <= p->n; t += 32) many_pair(kind, &s, x, t, p->n, c0, steps, m, &c[t / 32]);
+            for (; t + 32 <= p->n; t += 32)
+                many_pair(kind, &s, x, t, p->n, c0, steps, m, &c[t / 32]);
             if (last) {
                 configure(last < 16 ? last : 16, last > 16 ? last - 16 : 0);
                 many_pair(kind, &s, x, t, p->n, c0, steps, m, &c[t / 32]);
@@ -440,13 +445,13 @@ _Static_assert(sizeof(many_scratch) <= 256u << 10, "fits a thread's scratch");
 void nbi_lin_panel_amx(const nbi_lin_panel *p)
 {
     const bool is_few = p->n <= 16;
-#define BY_KIND(kind)                                                                              \
-    case kind: {                                                                                   \
-        if (is_few)                                                                                \
-            few(kind, p);                                                                          \
-        else                                                                                       \
-            many(kind, p);                                                                         \
-        break;                                                                                     \
+#define BY_KIND(kind)      \
+    case kind: {           \
+        if (is_few)        \
+            few(kind, p);  \
+        else               \
+            many(kind, p); \
+        break;             \
     }
     switch (p->w->kind) {
         BY_KIND(NBI_WEIGHT_NVFP4)

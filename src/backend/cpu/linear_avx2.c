@@ -1,11 +1,11 @@
 /* Float32 products with AVX2 and FMA. Callers: linear.c. */
-#define LANES       8
-#define TOKENS      2
-#define V           __m256
-#define v_zero()    _mm256_setzero_ps()
-#define v_load(p)   _mm256_loadu_ps(p)
+#define LANES          8
+#define TOKENS         2
+#define V              __m256
+#define v_zero()       _mm256_setzero_ps()
+#define v_load(p)      _mm256_loadu_ps(p)
 #define v_fma(a, b, c) _mm256_fmadd_ps(a, b, c)
-#define v_sum(v)    sum8(v)
+#define v_sum(v)       sum8(v)
 
 #include <immintrin.h>
 

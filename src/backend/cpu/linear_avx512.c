@@ -15,7 +15,8 @@
 void nbi_lin_round_avx512(uint16_t *dst, const float *src, uint32_t cols, bool nvfp4_order)
 {
     uint16_t order[32];
-    for (uint32_t p = 0; p < 32; p++) order[p] = (uint16_t)(nvfp4_order ? nbi_lin_nvfp4_order(p) : p);
+    for (uint32_t p = 0; p < 32; p++)
+        order[p] = (uint16_t)(nvfp4_order ? nbi_lin_nvfp4_order(p) : p);
     const __m512i index = _mm512_loadu_si512(order);
     for (uint32_t c = 0; c < cols; c += 32) {
         const uint32_t left = cols - c;
@@ -77,8 +78,8 @@ static void unpack_nvfp4(uint16_t *dst, const nbi_matrix *w, uint32_t row)
     const uint8_t *scales = (const uint8_t *)w->scales + (size_t)row * (cols / 16);
     uint32_t c = 0;
     for (; c + 32 <= cols; c += 32)
-        _mm512_store_si512(dst + c, nbi_unpack_nvfp4_32(&u, codes + c / 2, scales[c / 16],
-                                                        scales[c / 16 + 1]));
+        _mm512_store_si512(
+            dst + c, nbi_unpack_nvfp4_32(&u, codes + c / 2, scales[c / 16], scales[c / 16 + 1]));
     if (c < cols)
         _mm512_store_si512(dst + c, nbi_unpack_nvfp4_16(&u, codes + c / 2, scales[c / 16]));
 }
@@ -121,9 +122,10 @@ static inline __m512bh load_bf16(const uint16_t *p)
 }
 
 /* R rows x N tokens. `scales`: per row, the FP8 scale of each 128 columns; NULL for other kinds. */
-static inline __attribute__((always_inline)) void
-block(int R, int N, const uint16_t *a, const uint16_t *x, uint32_t pad, const void *const *scales,
-      float alpha, float *out, size_t out_stride)
+static inline __attribute__((always_inline)) void block(int R, int N, const uint16_t *a,
+                                                        const uint16_t *x, uint32_t pad,
+                                                        const void *const *scales, float alpha,
+                                                        float *out, size_t out_stride)
 {
     __m512 acc[8][6], total[8][6];
 #pragma GCC unroll 8
@@ -148,7 +150,8 @@ block(int R, int N, const uint16_t *a, const uint16_t *x, uint32_t pad, const vo
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++) {
             float scale; /* mapped: may be unaligned */
-            memcpy(&scale, (const char *)scales[r] + c0 / NBI_FP8_BLOCK * sizeof scale, sizeof scale);
+            memcpy(&scale, (const char *)scales[r] + c0 / NBI_FP8_BLOCK * sizeof scale,
+                   sizeof scale);
             const __m512 s = _mm512_set1_ps(scale);
 #pragma GCC unroll 6
             for (int t = 0; t < N; t++) {
@@ -165,21 +168,21 @@ block(int R, int N, const uint16_t *a, const uint16_t *x, uint32_t pad, const vo
                 alpha * _mm512_reduce_add_ps(scales ? total[r][t] : acc[r][t]);
 }
 
-typedef void block_fn(const uint16_t *a, const uint16_t *x, uint32_t pad,
-                      const void *const *scales, float alpha, float *out, size_t out_stride);
+typedef void block_fn(const uint16_t *a, const uint16_t *x, uint32_t pad, const void *const *scales,
+                      float alpha, float *out, size_t out_stride);
 
-#define PLAIN(R, N)                                                                                \
-    static void block_##R##x##N(const uint16_t *a, const uint16_t *x, uint32_t pad,                \
-                                const void *const *scales, float alpha, float *out, size_t os)     \
-    {                                                                                              \
-        block(R, N, a, x, pad, NULL, alpha, out, os);                                              \
-        (void)scales;                                                                              \
+#define PLAIN(R, N)                                                                            \
+    static void block_##R##x##N(const uint16_t *a, const uint16_t *x, uint32_t pad,            \
+                                const void *const *scales, float alpha, float *out, size_t os) \
+    {                                                                                          \
+        block(R, N, a, x, pad, NULL, alpha, out, os);                                          \
+        (void)scales;                                                                          \
     }
-#define FP8(R, N)                                                                                  \
-    static void fp8_##R##x##N(const uint16_t *a, const uint16_t *x, uint32_t pad,                  \
-                              const void *const *scales, float alpha, float *out, size_t os)       \
-    {                                                                                              \
-        block(R, N, a, x, pad, scales, alpha, out, os);                                            \
+#define FP8(R, N)                                                                            \
+    static void fp8_##R##x##N(const uint16_t *a, const uint16_t *x, uint32_t pad,            \
+                              const void *const *scales, float alpha, float *out, size_t os) \
+    {                                                                                        \
+        block(R, N, a, x, pad, scales, alpha, out, os);                                      \
     }
 PLAIN(8, 1)
 PLAIN(1, 1)
@@ -227,7 +230,8 @@ void nbi_lin_panel_avx512(const nbi_lin_panel *p)
             const uint32_t row = p->row + r0 + r;
             unpack_row(a + (size_t)r * pad, w, row);
             if (fp8)
-                scales[r] = (const char *)w->scales + sizeof(float) * (row / NBI_FP8_BLOCK) * n_scales;
+                scales[r] =
+                    (const char *)w->scales + sizeof(float) * (row / NBI_FP8_BLOCK) * n_scales;
         }
         const shape *s = fp8 ? fp8_shapes : plain_shapes;
         for (uint32_t t = 0; t < p->n; t += s->tokens) {
@@ -235,7 +239,8 @@ void nbi_lin_panel_avx512(const nbi_lin_panel *p)
             for (uint32_t r = 0; r < n;) {
                 const bool many = n - r >= s->rows;
                 (many ? s->many : s->one)(a + (size_t)r * pad, x + (size_t)t * pad, pad, scales + r,
-                                          alpha, p->out + t * p->out_stride + r0 + r, p->out_stride);
+                                          alpha, p->out + t * p->out_stride + r0 + r,
+                                          p->out_stride);
                 r += many ? s->rows : 1;
             }
         }

@@ -1,8 +1,8 @@
 /* Float32 products, one body for 8 lanes (linear_avx2.c) and 16 lanes (linear_avx512_f32.c): the
  * level AVX2 for all kinds, and exact activations at the levels above.
  *
- * Per element: one vector accumulator of FMA in ascending columns, then a fixed tree over the lanes.
- * The including file defines LANES, V and the v_* macros. */
+ * Per element: one vector accumulator of FMA in ascending columns, then a fixed tree over the
+ * lanes. The including file defines LANES, V and the v_* macros. */
 #if defined(LANES)
 
 #include <immintrin.h>
@@ -23,7 +23,8 @@ static inline void unpack_nvfp4(float *dst, const nbi_matrix *w, uint32_t row)
     const uint8_t *scales = (const uint8_t *)w->scales + (size_t)row * (w->cols / 16);
     for (uint32_t b = 0; b < w->cols / 16; b++) {
         const __m128i v = _mm_loadl_epi64((const void *)(codes + 8 * (size_t)b));
-        const __m128i lo = _mm_and_si128(v, nibble), hi = _mm_and_si128(_mm_srli_epi16(v, 4), nibble);
+        const __m128i lo = _mm_and_si128(v, nibble),
+                      hi = _mm_and_si128(_mm_srli_epi16(v, 4), nibble);
         const __m128i q = _mm_shuffle_epi8(table, _mm_unpacklo_epi8(lo, hi));
         const __m256 s = _mm256_set1_ps(0.5f * nbi_e4m3_f32(scales[b]));
         const __m256i q0 = _mm256_cvtepi8_epi32(q), q1 = _mm256_cvtepi8_epi32(_mm_srli_si128(q, 8));
@@ -78,7 +79,8 @@ static inline void unpack_row(float *dst, const nbi_matrix *w, uint32_t row)
     case NBI_WEIGHT_FP8_BLOCK:
     case NBI_WEIGHT_FP8_TENSOR: unpack_fp8(dst, w, row); break;
     case NBI_WEIGHT_F32:
-        memcpy(dst, (const char *)w->data + (size_t)row * cols * sizeof(float), cols * sizeof(float));
+        memcpy(dst, (const char *)w->data + (size_t)row * cols * sizeof(float),
+               cols * sizeof(float));
         break;
     default: unpack_16(dst, w, row); break;
     }
@@ -87,9 +89,9 @@ static inline void unpack_row(float *dst, const nbi_matrix *w, uint32_t row)
 
 /* ---- R rows x N tokens */
 
-static inline __attribute__((always_inline)) void block(int R, int N, const float *a, const float *x,
-                                                        uint32_t pad, float alpha, float *out,
-                                                        size_t out_stride)
+static inline __attribute__((always_inline)) void block(int R, int N, const float *a,
+                                                        const float *x, uint32_t pad, float alpha,
+                                                        float *out, size_t out_stride)
 {
     V acc[8][4];
 #pragma GCC unroll 8

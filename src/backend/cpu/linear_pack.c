@@ -1,5 +1,5 @@
-/* Activations into the forms that panels read. Callers: linear.c, moe/cpu. Each token is packed on its
- * own, so its bits do not depend on the others. */
+/* Activations into the forms that panels read. Callers: linear.c, moe/cpu. Each token is packed on
+ * its own, so its bits do not depend on the others. */
 #include <string.h>
 
 #include "backend/cpu/linear.h"
@@ -70,8 +70,9 @@ static void pack_group(nbi_cpu_level level, const nbi_lin_x *x, uint32_t t0, uin
     (void)level;
 }
 
-void nbi_lin_pack(nbi_cpu_level level, const nbi_lin_x *x, uint32_t t0, uint32_t n, const float *src,
-                  size_t stride, const int32_t *rows, float input_scale, void *scratch)
+void nbi_lin_pack(nbi_cpu_level level, const nbi_lin_x *x, uint32_t t0, uint32_t n,
+                  const float *src, size_t stride, const int32_t *rows, float input_scale,
+                  void *scratch)
 {
     for (uint32_t t = t0; t < t0 + n; t += 16) {
         const uint32_t group = t0 + n - t < 16 ? t0 + n - t : 16;

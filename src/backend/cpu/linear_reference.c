@@ -1,5 +1,5 @@
-/* Products in plain C: the level that all others are checked against, and the fallback for what they
- * lack. Double accumulators, ascending columns. Callers: linear.c. */
+/* Products in plain C: the level that all others are checked against, and the fallback for what
+ * they lack. Double accumulators, ascending columns. Callers: linear.c. */
 #include "backend/cpu/linear.h"
 
 void nbi_lin_panel_reference(const nbi_lin_panel *p)

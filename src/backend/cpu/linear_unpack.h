@@ -2,8 +2,8 @@
  *
  * NVFP4: a vector of 32 bf16 spans two blocks of 16, so a table of 32 entries (two rows of
  * nbi_lin_nvfp4_bf16, one per block) gives value times scale in one vpermw. The indices come from
- * four copies of the eight code words, shifted by 0, 4, 8 and 12 bits: no instruction of the shuffle
- * port but the look-up itself, at the price of the order nbi_lin_nvfp4_order(), which the
+ * four copies of the eight code words, shifted by 0, 4, 8 and 12 bits: no instruction of the
+ * shuffle port but the look-up itself, at the price of the order nbi_lin_nvfp4_order(), which the
  * activations share. Measured on one 2.6 GHz Emerald Rapids core: docs in tests/kernel --bench. */
 #pragma once
 
@@ -71,7 +71,8 @@ static inline nbi_unpack_fp8 nbi_unpack_fp8_init(void)
 /* 64 weights in natural order; NaN bytes give NaN. */
 static inline void nbi_unpack_fp8_64(const nbi_unpack_fp8 *u, __m512i bytes, __m512i out[2])
 {
-    /* The unpack instructions work inside quarters: quads 0-3 and 4-7 are put side by side first. */
+    /* The unpack instructions work inside quarters: quads 0-3 and 4-7 are put side by side first.
+     */
     const __m512i b = _mm512_permutexvar_epi64(u->quads, bytes);
     const __m512i magnitude = _mm512_permutex2var_epi8(u->high0, b, u->high1);
     const __m512i low = _mm512_permutex2var_epi8(u->low0, b, u->low1);

@@ -9,8 +9,8 @@
  *   down     items (expert, rows of hidden): one result row per slot
  *   combine  out[t] = sum over i of weight * result, i ascending
  * Small steps do both packs and the combination in the calling thread: two parallel regions remain.
- * Invariant: what is computed for a slot depends on its row and expert alone, so neighbours, threads
- * and cuts do not change bits; an expert without slots is never read. */
+ * Invariant: what is computed for a slot depends on its row and expert alone, so neighbours,
+ * threads and cuts do not change bits; an expert without slots is never read. */
 #include <stdio.h>
 #include <string.h>
 
@@ -55,7 +55,7 @@ typedef struct step {
     uint32_t row0, n_rows; /* rows of the chunk */
     uint32_t n_groups, n_slots;
     uint32_t item_rows, n_row_items;
-    bool of_h;             /* pack: h instead of x */
+    bool of_h; /* pack: h instead of x */
     work w;
 } step;
 
@@ -255,10 +255,8 @@ static uint32_t min_u32(uint32_t a, uint32_t b)
 static nbi_lin_panel panel_of(const step *s, const nbi_matrix *w, uint32_t row, uint32_t n,
                               uint32_t thread)
 {
-    return (nbi_lin_panel){.w = w,
-                           .row = row,
-                           .n_rows = n,
-                           .scratch = s->w.threads + thread * s->w.thread_bytes};
+    return (nbi_lin_panel){
+        .w = w, .row = row, .n_rows = n, .scratch = s->w.threads + thread * s->w.thread_bytes};
 }
 
 /* Item i: rows of inter (i % n_row_items) of group i / n_row_items. */
@@ -307,8 +305,8 @@ static void down_task(void *arg, uint32_t begin, uint32_t end, uint32_t thread)
     for (uint32_t i = begin; i < end; i++) {
         const group *g = &s->w.groups[i / s->n_row_items];
         const uint32_t row = i % s->n_row_items * s->item_rows;
-        nbi_lin_panel p = panel_of(s, &e->down[g->expert], row,
-                                   min_u32(s->item_rows, hidden - row), thread);
+        nbi_lin_panel p =
+            panel_of(s, &e->down[g->expert], row, min_u32(s->item_rows, hidden - row), thread);
         p.x = &g->h;
         p.out_stride = hidden;
         if (i + 1 < end) {

@@ -1,6 +1,6 @@
-/* Runner `reference`: plain loops in double, one row and one expert after the other. The oracle of the
- * other runners, and a runner for every shape. Callers: the registry.
- * Weights are read as mapped; an expert without rows is never read. */
+/* Runner `reference`: plain loops in double, one row and one expert after the other. The oracle of
+ * the other runners, and a runner for every shape. Callers: the registry. Weights are read as
+ * mapped; an expert without rows is never read. */
 #include <math.h>
 #include <stdio.h>
 #include <string.h>
