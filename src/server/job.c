@@ -243,24 +243,27 @@ static void read_choice(nbi_job *job, nbi_choice *c)
 
 nb_status nbi_job_write_usage(const nbi_job *job, const nbi_choice *choice, nbi_buf *out)
 {
-    uint64_t prompt = 0, completion = 0, reasoning = 0;
+    uint64_t prompt = 0, completion = 0, reasoning = 0, cached = 0;
     if (choice) {
         prompt = job->prompts[choice->prompt].n_ids;
         completion = choice->n_tokens;
+        cached = nb_request_cached_tokens(choice->request);
         reasoning = choice->has_reasoning ? choice->n_reasoning : 0;
     } else {
         for (uint32_t i = 0; i < job->n_prompts; i++) prompt += job->prompts[i].n_ids;
         for (uint32_t i = 0; i < job->n_choices; i++) {
             completion += job->choices[i].n_tokens;
+            if (i % job->params.n == 0) cached += nb_request_cached_tokens(job->choices[i].request);
             if (job->choices[i].has_reasoning) reasoning += job->choices[i].n_reasoning;
         }
     }
     return nbi_buf_addf(out,
                         ",\"usage\":{\"prompt_tokens\":%llu,\"completion_tokens\":%llu,"
-                        "\"total_tokens\":%llu,\"prompt_tokens_details\":null,"
+                        "\"total_tokens\":%llu,\"prompt_tokens_details\":{\"cached_tokens\":%llu},"
                         "\"completion_tokens_details\":{\"reasoning_tokens\":%llu}}",
                         (unsigned long long)prompt, (unsigned long long)completion,
-                        (unsigned long long)(prompt + completion), (unsigned long long)reasoning);
+                        (unsigned long long)(prompt + completion), (unsigned long long)cached,
+                        (unsigned long long)reasoning);
 }
 
 nb_status nbi_job_write_tail(const nbi_job *job, const nbi_choice *choice, nbi_buf *out)

@@ -4,6 +4,7 @@
 
 #include <math.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 
 /* ---------------------------------------------------------------- refusals */
@@ -22,11 +23,7 @@ static const struct {
     const char *key;
     neutral neutral;
 } unsupported[] = {
-    {"frequency_penalty", NEUTRAL_ZERO},
-    {"presence_penalty", NEUTRAL_ZERO},
-    {"repetition_penalty", NEUTRAL_ONE},
     {"length_penalty", NEUTRAL_ONE},
-    {"logit_bias", NEUTRAL_EMPTY},
     {"allowed_token_ids", NEUTRAL_NONE},
     {"bad_words", NEUTRAL_EMPTY},
     {"use_beam_search", NEUTRAL_FALSE},
@@ -161,6 +158,48 @@ static nb_status read_randomness(nbi_params *p, const json_t *body, nbi_api_erro
     return NB_OK;
 }
 
+static nb_status read_penalties(nbi_params *p, const json_t *body, nbi_api_error *e)
+{
+    nb_sampling *s = &p->sampling;
+    NB_TRY(read_ratio(&s->frequency_penalty, body, "frequency_penalty", -2, false, 2, e));
+    NB_TRY(read_ratio(&s->presence_penalty, body, "presence_penalty", -2, false, 2, e));
+    return read_ratio(&s->repetition_penalty, body, "repetition_penalty", 0, true, 2, e);
+}
+
+/* One member of logit_bias: the key is a token id in decimal. */
+static nb_status add_bias(nbi_params *p, const char *key, const json_t *value,
+                          const nbi_api_facts *facts, nbi_api_error *e)
+{
+    char *end = NULL;
+    long id = strtol(key, &end, 10);
+    if (!key[0] || *end || id < 0 || id >= (long)facts->vocab_size) {
+        return nbi_api_field(e, "logit_bias",
+                             "the key \"%.32s\" is not a token id, expected 0 to %u", key,
+                             facts->vocab_size - 1);
+    }
+    double bias = json_number_value(value);
+    if (!json_is_number(value) || !(bias >= -100 && bias <= 100)) {
+        return nbi_api_field(e, "logit_bias",
+                             "the value of \"%.32s\" is not a number in [-100, 100]", key);
+    }
+    if (p->sampling.n_logit_bias == NB_LOGIT_BIAS_MAX)
+        return nbi_api_field(e, "logit_bias", "more than %d tokens", NB_LOGIT_BIAS_MAX);
+    p->bias[p->sampling.n_logit_bias++] = (nb_logit_bias){.id = (int32_t)id, .bias = (float)bias};
+    return NB_OK;
+}
+
+static nb_status read_logit_bias(nbi_params *p, const json_t *body, const nbi_api_facts *facts,
+                                 nbi_api_error *e)
+{
+    json_t *map = NULL, *value;
+    const char *key;
+    NB_TRY(nbi_field_object(&map, body, "", "logit_bias", e));
+    if (!map) return NB_OK;
+    p->sampling.logit_bias = p->bias;
+    json_object_foreach(map, key, value) NB_TRY(add_bias(p, key, value, facts, e));
+    return NB_OK;
+}
+
 static nb_status read_n(nbi_params *p, const json_t *body, nbi_api_error *e)
 {
     int64_t n = 1;
@@ -259,6 +298,8 @@ nb_status nbi_params_read(nbi_params *out, const json_t *body, const nbi_api_fac
     NB_TRY(read_model(body, facts, e));
     NB_TRY(read_lengths(out, body, min_max_tokens, e));
     NB_TRY(read_randomness(out, body, e));
+    NB_TRY(read_penalties(out, body, e));
+    NB_TRY(read_logit_bias(out, body, facts, e));
     NB_TRY(read_n(out, body, e));
     NB_TRY(read_stop_strings(out, body, e));
     NB_TRY(read_stop_ids(out, body, facts, e));

@@ -31,12 +31,14 @@ typedef struct nbi_params {
     uint32_t max_tokens;          /* when has_max_tokens; may be 0 where the surface allows it */
     const char *max_tokens_field; /* the name the client used; static */
     bool stream, include_usage, continuous_usage;
+    nb_logit_bias bias[NB_LOGIT_BIAS_MAX]; /* what sampling.logit_bias points to */
 } nbi_params;
 
 /* Reads and checks: model, max_tokens, max_completion_tokens, temperature, top_p, top_k, min_p,
- * seed, n, best_of, stop, stop_token_ids, include_stop_str_in_output, no_stop_trim, min_tokens,
- * ignore_eos, skip_special_tokens, stream, stream_options; refuses what would change the answer and
- * is not supported. `min_max_tokens` is the smallest max_tokens the surface takes. */
+ * frequency_penalty, presence_penalty, repetition_penalty, logit_bias, seed, n, best_of, stop,
+ * stop_token_ids, include_stop_str_in_output, no_stop_trim, min_tokens, ignore_eos,
+ * skip_special_tokens, stream, stream_options; refuses what would change the answer and is not
+ * supported. `min_max_tokens` is the smallest max_tokens the surface takes. */
 nb_status nbi_params_read(nbi_params *out, const json_t *body, const nbi_api_facts *facts,
                           uint32_t min_max_tokens, nbi_api_error *e);
 

@@ -287,7 +287,7 @@ def test_min_tokens(client, model):
     early = complete(client, model, max_tokens=20, stop=[stop])
     late = complete(client, model, max_tokens=20, stop=[stop], extra_body={"ignore_eos": True, "min_tokens": 5})
     assert early.choices[0].text == ""
-    assert late.usage.completion_tokens > 5
+    assert late.usage.completion_tokens >= 5
 
 
 def test_newer_name_of_limit(server, model):
@@ -313,6 +313,30 @@ def test_neutral_values_are_fine(server, model):
             "spaces_between_special_tokens": True, "priority": 3, "nobody_knows_this": {"a": [1]}}
     reply = server.post("/v1/completions", body)
     assert reply.status_code == 200, reply.text
+
+
+def test_logit_bias_and_penalties(server, model):
+    """A bias of 100 makes a token certain; a penalty then makes it rarer; log-probabilities stay the model's."""
+    body = {"model": model, "prompt": PROMPT, "max_tokens": 8, "temperature": 0, "ignore_eos": True, "logprobs": 1,
+            "logit_bias": {"65": 100}}
+    forced = server.post("/v1/completions", body).json()["choices"][0]
+    assert len(set(forced["logprobs"]["tokens"])) == 1
+    assert all(x < 0 for x in forced["logprobs"]["token_logprobs"])
+    body["logit_bias"] = {"65": 20}
+    body["frequency_penalty"] = body["presence_penalty"] = 2
+    body["max_tokens"] = 30
+    less = server.post("/v1/completions", body).json()["choices"][0]
+    assert len(set(less["logprobs"]["tokens"])) > 1
+
+
+def test_cached_tokens_are_counted(server, model):
+    """The second of two equal prompts finds its whole pages of 64 tokens in the cache."""
+    prompt = "A story of a fox. " * 60
+    body = {"model": model, "prompt": prompt, "max_tokens": 2, "temperature": 0}
+    first, second = (server.post("/v1/completions", body).json() for _ in range(2))
+    assert first["choices"] == second["choices"]
+    n = second["usage"]["prompt_tokens"]
+    assert second["usage"]["prompt_tokens_details"]["cached_tokens"] == (n - 1) // 64 * 64
 
 
 def test_partial_characters_in_stream(server, model):

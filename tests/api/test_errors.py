@@ -31,8 +31,8 @@ COMMON = [
     ("n", 0), ("n", -1), ("n", 129), ("n", "2"), ("best_of", 3), ("stop", 5), ("stop", {}), ("stop", ""), ("stop", [f"{i}" for i in range(17)]),
     ("stop_token_ids", 3), ("min_tokens", -1), ("min_tokens", "x"), ("ignore_eos", 1), ("ignore_eos", "yes"),
     ("skip_special_tokens", "no"), ("include_stop_str_in_output", 3), ("stream", "true"), ("stream", 1), ("stream_options", []),
-    ("stream_options", {"include_usage": True}), ("frequency_penalty", 0.5), ("presence_penalty", -1), ("repetition_penalty", 1.1),
-    ("logit_bias", {"1": 5}), ("use_beam_search", True), ("guided_json", {}), ("structured_outputs", {"regex": "a"}),
+    ("stream_options", {"include_usage": True}), ("frequency_penalty", 2.5), ("presence_penalty", -2.1), ("repetition_penalty", 0),
+    ("frequency_penalty", "x"), ("logit_bias", {"1": 101}), ("logit_bias", {"-1": 5}), ("logit_bias", {"x": 5}), ("logit_bias", {"1": "5"}), ("logit_bias", {"99999999": 1}), ("use_beam_search", True), ("guided_json", {}), ("structured_outputs", {"regex": "a"}),
     ("prompt_logprobs", 1), ("response_format", "json"), ("bad_words", ["x"]), ("regex", "a+"),
 ]
 NESTED = [
