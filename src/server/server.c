@@ -10,6 +10,7 @@
 #include "server/exchange.h"
 
 #define STOP_WAIT_MS 2000
+#define LOAD_LOG_NS  2000000000u /* between two lines about the load */
 
 void nbi_server_options_default(nbi_server_options *options)
 {
@@ -25,6 +26,7 @@ static nb_status init(nbi_server *server, const nbi_server_options *options)
 {
     pthread_condattr_t attr;
     server->options = *options;
+    server->load_logged_ns = nbi_now_ns();
     server->watch_fd = server->watch_stop = -1;
     atomic_init(&server->phase, NBI_SERVER_LOADING);
     atomic_init(&server->load_done, 0);
@@ -69,10 +71,12 @@ void nbi_server_progress(void *user, uint64_t done_bytes, uint64_t total_bytes)
     nbi_server *server = user;
     atomic_store(&server->load_total, total_bytes);
     atomic_store(&server->load_done, done_bytes);
-    uint32_t tenths = total_bytes ? (uint32_t)(done_bytes * 10 / total_bytes) : 0;
-    if (tenths <= server->load_logged) return;
-    server->load_logged = tenths;
-    nbi_log(NB_LOG_INFO, "loading: %u %% of %.2f GB", tenths * 10, (double)total_bytes / 1e9);
+    uint64_t now = nbi_now_ns();
+    if (now - server->load_logged_ns < LOAD_LOG_NS) return;
+    server->load_logged_ns = now;
+    nbi_log(NB_LOG_INFO, "loading: %.0f %% of %.2f GB",
+            total_bytes ? 100.0 * (double)done_bytes / (double)total_bytes : 0.0,
+            (double)total_bytes / 1e9);
 }
 
 /* ---------------------------------------------------------------- ready */

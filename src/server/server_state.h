@@ -29,7 +29,7 @@ struct nbi_server {
     struct MHD_Daemon *daemon;
     atomic_int phase; /* nbi_server_phase */
     atomic_uint_fast64_t load_done, load_total;
-    uint32_t load_logged; /* tenths of the load that the log has seen; the loading thread's */
+    uint64_t load_logged_ns; /* when the log last heard of the load; the loading thread's */
     nbi_served *served;
 
     bool preparing; /* the thread below was started; the loading thread's, like all that follows */
