@@ -1,0 +1,98 @@
+/* Grammars over the tokens of an answer: JSON, JSON Schema, regular expressions, lists of choices,
+ * EBNF, as the masks of nb_grammar. Callers: server.
+ *
+ * The work is done by llguidance (an optional package, see grammar_library.h); without it compiling
+ * is NB_UNSUPPORTED with a sentence that says how to install it.
+ *
+ * Rules:
+ *  - An end token (EOS) is allowed exactly when the text so far is complete. When nothing can
+ * follow it is all that is allowed.
+ *  - Added tokens (<think>, <tool_call>, <|user|>, ...) are never allowed inside a grammar.
+ *  - `while thinking` (nbi_grammar_options.after_think) everything is allowed but the end tokens
+ * and the tokens of `banned`; the grammar begins behind the token that closes reasoning.
+ *  - JSON: at most NBI_GRAMMAR_SPACE_MAX characters of white space between two tokens of the
+ *    language, none before the first. Properties come in the order of the schema.
+ *  - Regular expressions match the whole answer; the dialect is that of Rust's `regex` (no
+ * look-around, no back-references).
+ *  - Should a step exceed the library's bounds, or the text run into a dead end, the answer ends
+ *    there and nbi_grammar_failure() says why.
+ *
+ * Bounds of what a client may send: NBI_GRAMMAR_*_MAX below, the library's own limits on work per
+ * compilation and per mask, and NBI_GRAMMAR_SECONDS, after which the caller is freed.
+ *
+ * Threads: a compiler is used by any number of threads. mask and accept of one grammar are called
+ * by one thread at a time; nothing in them touches nibble's heap. */
+#pragma once
+
+#include "base/status.h"
+#include "text/tokenizer.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define NBI_GRAMMAR_SECONDS      2
+#define NBI_GRAMMAR_SOURCE_MAX   ((size_t)256 << 10) /* bytes of a schema, grammar, list */
+#define NBI_GRAMMAR_REGEX_MAX    ((size_t)16 << 10)  /* bytes of one expression */
+#define NBI_GRAMMAR_CHOICES_MAX  4096u
+#define NBI_GRAMMAR_SPACE_MAX    32
+#define NBI_GRAMMAR_CACHED_MAX   32u /* compiled grammars kept */
+#define NBI_GRAMMAR_COMPILES_MAX 4u  /* at once; more wait */
+#define NBI_GRAMMAR_BANNED_MAX   8u
+
+typedef enum nbi_grammar_kind {
+    NBI_GRAMMAR_JSON_OBJECT, /* any JSON object; no source */
+    NBI_GRAMMAR_JSON_SCHEMA, /* source: the schema, a JSON object or boolean */
+    NBI_GRAMMAR_REGEX,       /* source: the expression */
+    NBI_GRAMMAR_CHOICE,      /* source: JSON list of strings */
+    NBI_GRAMMAR_EBNF, /* source: rules `name ::= ...` with `root`, or a Lark grammar with `start` */
+    NBI_GRAMMAR_KIND_COUNT
+} nbi_grammar_kind;
+
+typedef struct nbi_grammar_compiler nbi_grammar_compiler;
+typedef struct nbi_grammar nbi_grammar; /* of one request */
+
+typedef struct nbi_grammar_setup {
+    const nbi_tokenizer *tokenizer; /* must outlive the compiler */
+    const int32_t *eos;             /* [n_eos] ids that end an answer; copied */
+    uint32_t n_eos;                 /* >= 1 */
+    uint32_t vocab;                 /* ids the model has logits for; 0: nbi_tokenizer_size() */
+    const char *folder; /* where the package lies; NULL: looked for (grammar_library.h) */
+} nbi_grammar_setup;
+
+/* Fast: the library is loaded by the first compilation, or by nbi_grammar_compiler_load(). */
+nb_status nbi_grammar_compiler_open(nbi_grammar_compiler **out, const nbi_grammar_setup *setup,
+                                    nb_error *err);
+/* Loads the library and gives it the vocabulary (0.3 s for 150k tokens). Done once; later calls
+ * repeat the answer. NB_UNSUPPORTED: not installed, or a version that nibble does not know. */
+nb_status nbi_grammar_compiler_load(nbi_grammar_compiler *compiler, nb_error *err);
+/* After all grammars made with it are closed. */
+void nbi_grammar_compiler_close(nbi_grammar_compiler **compiler);
+
+typedef struct nbi_grammar_options {
+    int32_t after_think;                    /* the grammar begins behind this token; -1: at once */
+    int32_t banned[NBI_GRAMMAR_BANNED_MAX]; /* not allowed before it (<tool_call>) */
+    uint32_t n_banned;
+} nbi_grammar_options;
+
+/* `options` NULL: the grammar begins at once. Blocks at most about NBI_GRAMMAR_SECONDS.
+ * NB_INVALID: not valid, or nothing can match. NB_UNSUPPORTED: no library, or a keyword that is not
+ * supported, by name. NB_TOO_LARGE: a bound. NB_BUSY: too many others compile. The sentences say
+ * "the schema", "the expression", ...: the caller puts the field's name before them. */
+nb_status nbi_grammar_compile(nbi_grammar **out, nbi_grammar_compiler *compiler,
+                              nbi_grammar_kind kind, const char *source, size_t n,
+                              const nbi_grammar_options *options, nb_error *err);
+void nbi_grammar_close(nbi_grammar **grammar);
+
+/* For nb_request_options.grammar; valid until the grammar is closed. */
+nb_grammar nbi_grammar_hooks(nbi_grammar *grammar);
+
+/* Is the text complete? False while thinking. Same thread rule as mask. */
+bool nbi_grammar_complete(nbi_grammar *grammar);
+/* Why the answer was ended early, NULL when it was not. Any thread; lives as long as the grammar.
+ */
+const char *nbi_grammar_failure(const nbi_grammar *grammar);
+
+#ifdef __cplusplus
+}
+#endif
