@@ -119,7 +119,11 @@ class ServerBackend:
         m = r.choices[0].message
         calls = [{"name": c.function.name, "arguments": _loads(c.function.arguments)}
                  for c in m.tool_calls or []]
-        return getattr(m, "reasoning_content", None), m.content, calls, r.usage.completion_tokens
+        content = m.content
+        if item.tools and not calls and "<tool_call>" in (content or ""):
+            # A server without a tool parser leaves the call in the text.
+            _, content, calls = evalset.parse(content, False, item.tools)
+        return getattr(m, "reasoning_content", None), content, calls, r.usage.completion_tokens
 
 
 def _loads(text):
