@@ -76,6 +76,7 @@ SCHEMAS = {
                     "examples": [{"minProperties": 9}], **obj({"a": {"type": "integer", "description": "n", "deprecated": True}})},
     "max_properties": {"type": "object", "additionalProperties": BOOLEAN, "minProperties": 1, "maxProperties": 2},
 }
+FINISH = {"pattern_search": '"cb', "email": '"@a.'}
 
 REGEXES = ["[a-f]{3}-\\d+", "^yes|no$", "(foo|bar)+", "\\w+@\\w+\\.(com|org)", "[^a-z\\s]{2,5}", "-?(0|[1-9]\\d{0,3})(\\.\\d{1,2})?",
            "(?i)true", "\\[\\{\\}\\]", "[äöü]{1,3}é", "a?b*c+", "[\\d\\-x]{4}", "\\S{3}\\s\\S", "x{0,3}", "😀+", "[\\W]{2}"]
@@ -123,11 +124,13 @@ class Walker:
         assert len(out) == len(requests)
         return out
 
-    def texts(self, kind, source, seeds=SEEDS, free=40):
-        out = self([{"kind": kind, "source": source, "seed": seed, "free": free} for seed in range(seeds)])
+    def texts(self, kind, source, seeds=SEEDS, free=40, finish=""):
+        """Free choice of `free` tokens, then towards the end: JSON's, or the bytes of `finish`, best first."""
+        out = self([{"kind": kind, "source": source, "seed": seed, "free": free, "finish": finish} for seed in range(seeds)])
         for r in out:
             assert r["status"] == 0, r
-            assert r["ended"] and r["failure"] is None and r["bad_ends"] == 0, r
+            assert r["ended"], r["text"][:500]
+            assert r["failure"] is None and r["bad_ends"] == 0, r
         return [r["text"] for r in out]
 
     def refused(self, kind, source):
@@ -146,7 +149,7 @@ def test_json_schema(walker, name):
     schema = SCHEMAS[name]
     validator = jsonschema.Draft202012Validator(schema, format_checker=jsonschema.FormatChecker())
     validator.check_schema(schema)
-    for text in walker.texts("json_schema", json.dumps(schema)):
+    for text in walker.texts("json_schema", json.dumps(schema), finish=FINISH.get(name, "")):
         validator.validate(json.loads(text))
 
 
@@ -157,7 +160,7 @@ def test_json_object(walker):
 
 @pytest.mark.parametrize("regex", REGEXES)
 def test_regex(walker, regex):
-    for text in walker.texts("regex", regex):
+    for text in walker.texts("regex", regex, finish="@.com"):
         assert re.fullmatch(regex, text, re.ASCII), text
 
 
@@ -170,7 +173,7 @@ def test_choice(walker, choices):
 
 @pytest.mark.parametrize("grammar, language", EBNF)
 def test_ebnf(walker, grammar, language):
-    for text in walker.texts("ebnf", grammar, free=25):
+    for text in walker.texts("ebnf", grammar, free=25, finish="\"/>)<"):
         if language == "arithmetic":
             arithmetic(text)
         elif language == "brackets":

@@ -31,15 +31,23 @@ static uint32_t next_random(uint64_t *seed, uint32_t n)
     return (uint32_t)(*seed >> 33) % n;
 }
 
-/* What brings an answer to its end soonest: low is good. In a string that is its quote. */
-static int rank_of(const nbi_tokenizer *t, int32_t id, bool in_string)
+/* What brings an answer to its end soonest: low is good. In a JSON string that is its quote. A
+ * caller who knows better gives the bytes that do, best first;
+ * with `flat` they are alike. */
+static int rank_of(const nbi_tokenizer *t, int32_t id, bool in_string, const char *finish,
+                   bool flat)
 {
     size_t n = 0;
     const char *s = nbi_token_bytes(t, id, &n);
-    if (!s || n == 0) return 1000;
-    const char *at = strchr("}]\"0123456789", s[0]);
-    int rank = s[0] == '}' || s[0] == ']' ? in_string : s[0] == '"' ? !in_string : at ? 2 : 3;
-    if (strchr(",{[ \t\r\n", s[0])) rank = 5;
+    if (!s || n == 0) return 10000;
+    const char *at = memchr(finish, s[0], strlen(finish));
+    int rank = !at ? 30 : flat ? 0 : (int)(at - finish);
+    if (!*finish) {
+        rank = s[0] == '}' || s[0] == ']' ? in_string : s[0] == '"' ? !in_string : 4;
+        if (s[0] == ',') rank = 2;
+        if (s[0] >= '0' && s[0] <= '9') rank = 3;
+        if (memchr("{[ \t\r\n", s[0], 6)) rank = 5;
+    }
     return rank * 64 + (n < 60 ? (int)n : 60);
 }
 
@@ -47,6 +55,7 @@ typedef struct walk {
     const nbi_tokenizer *tokenizer;
     const int32_t *eos;
     uint32_t n_eos;
+    const char *finish;
     uint64_t seed;
     uint32_t n_free, n_max; /* tokens chosen at random, tokens at most */
     nbi_buf text;
@@ -62,7 +71,7 @@ static bool has(const uint32_t *bits, int32_t id)
 
 static int32_t choose(walk *w, const uint32_t *bits, uint32_t n_words)
 {
-    bool hurry = w->n_tokens >= w->n_free;
+    bool hurry = w->n_tokens >= w->n_free, flat = next_random(&w->seed, 4) == 0;
     for (uint32_t i = 0; i < w->n_eos; i++) {
         if (has(bits, w->eos[i]) && (hurry || next_random(&w->seed, 4) == 0)) return w->eos[i];
     }
@@ -73,7 +82,7 @@ static int32_t choose(walk *w, const uint32_t *bits, uint32_t n_words)
     for (uint32_t i = 0; i < n_words; i++) {
         for (uint32_t word = bits[i]; word; word &= word - 1) {
             int32_t id = (int32_t)(i * 32) + __builtin_ctz(word);
-            int rank = hurry ? rank_of(w->tokenizer, id, in_string) : 0;
+            int rank = hurry ? rank_of(w->tokenizer, id, in_string, w->finish, flat) : 0;
             if (best < 0 || rank < best_rank) ties = 0;
             if ((best < 0 || rank <= best_rank) && next_random(&w->seed, ++ties) == 0) {
                 best = id;
@@ -99,7 +108,7 @@ static void run_walk(walk *w, nbi_grammar *g)
         uint64_t ns = nbi_now_ns() - start;
         w->mask_ns += ns;
         if (ns > w->mask_ns_max) w->mask_ns_max = ns;
-        w->n_bad_ends += has(bits, w->eos[0]) != complete;
+        if (!nbi_grammar_failure(g)) w->n_bad_ends += has(bits, w->eos[0]) != complete;
         int32_t id = choose(w, bits, n_words);
         if (id < 0) return;
         for (uint32_t i = 0; i < w->n_eos; i++) w->ended |= id == w->eos[i];
@@ -155,14 +164,15 @@ static int drive_lines(nbi_grammar_compiler *c, const nbi_tokenizer *t, const in
     size_t cap = 0;
     while (getline(&line, &cap, stdin) > 0) {
         json_t *in = json_loads(line, 0, NULL);
-        const char *kind, *source;
+        const char *kind, *source, *finish = "";
         int seed, n_free = 40;
-        if (!in || json_unpack(in, "{s:s, s:s, s:i, s?i}", "kind", &kind, "source", &source, "seed",
-                               &seed, "free", &n_free) != 0)
+        if (!in || json_unpack(in, "{s:s, s:s, s:i, s?i, s?s}", "kind", &kind, "source", &source, "seed",
+                               &seed, "free", &n_free, "finish", &finish) != 0)
             return 2;
         walk w = {.tokenizer = t,
                   .eos = eos,
                   .n_eos = 1,
+                  .finish = finish,
                   .seed = (uint64_t)seed,
                   .n_free = (uint32_t)n_free,
                   .n_max = 4000};
