@@ -173,6 +173,10 @@ int nbi_cmd_serve(int argc, char **argv)
          "Jinja file instead of the checkpoint's", false},
         {"reasoning-parser", NBI_OPT_STRING, &s.options.reasoning_parser, "NAME",
          "auto (default), none, glm45, deepseek-r1, qwen3", false},
+        {"tool-call-parser", NBI_OPT_STRING, &s.options.tool_parser, "NAME",
+         "auto (default: by template and family), none, glm45, glm47, hermes, deepseekv3,\n"
+         "deepseekv31, deepseekv32",
+         false},
         {"max-body-bytes", NBI_OPT_BYTES, &s.options.max_body_bytes, "N",
          "size of a request body at most (default 64Mi)", false},
         {"http-threads", NBI_OPT_U32, &s.options.n_threads, "N",

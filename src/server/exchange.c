@@ -6,6 +6,7 @@
 
 #include "base/clock.h"
 #include "base/log.h"
+#include "server/http.h"
 
 /* libmicrohttpd takes at most this much of a stream at a time. */
 #define STREAM_BLOCK_BYTES 16384
@@ -147,7 +148,10 @@ enum MHD_Result nbi_exchange_reply(nbi_exchange *ex, unsigned http, nbi_buf *bod
 enum MHD_Result nbi_exchange_reply_error(nbi_exchange *ex)
 {
     nbi_buf body = {0};
-    if (nbi_api_error_json(&body, &ex->error) != NB_OK) {
+    const nbi_surface *surface = ex->route ? ex->route->surface : NULL;
+    nb_status status = surface && surface->write_error ? surface->write_error(&body, &ex->error)
+                                                       : nbi_api_error_json(&body, &ex->error);
+    if (status != NB_OK) {
         nbi_buf_free(&body);
         return MHD_NO; /* no memory for a sentence: the connection is closed */
     }

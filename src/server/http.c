@@ -76,17 +76,25 @@ static bool equal_secret(const char *given, const char *secret)
     return difference == 0;
 }
 
+/* Behind "Authorization: Bearer", or in "X-Api-Key" as Anthropic's clients send it; NULL when there
+ * is none. */
+static const char *given_key(const nbi_exchange *ex)
+{
+    const char *given = header(ex, "Authorization");
+    if (!given || strncasecmp(given, "Bearer ", 7) != 0) return header(ex, "X-Api-Key");
+    return given + 7 + strspn(given + 7, " ");
+}
+
 static nb_status check_key(nbi_exchange *ex)
 {
     const nbi_server_options *o = &ex->server->options;
-    const char *given = header(ex, "Authorization");
+    const char *given = given_key(ex);
     bool known = false;
     if (!o->n_api_keys || ex->route->open) return NB_OK;
-    if (!given || strncasecmp(given, "Bearer ", 7) != 0) {
+    if (!given) {
         return nbi_api_fail(&ex->error, 401, "invalid_api_key", NULL,
                             "this server needs an API key: Authorization: Bearer KEY");
     }
-    given += 7 + strspn(given + 7, " ");
     for (uint32_t i = 0; i < o->n_api_keys; i++) {
         known = equal_secret(given, o->api_keys[i]) || known;
     }

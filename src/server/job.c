@@ -17,11 +17,9 @@ static nb_status write_head(nbi_job *job)
 {
     const nbi_surface *s = job->surface;
     const char *name = job->served->facts.names[0];
-    char id[NBI_ID_BYTES];
-    nbi_served_next_id(job->served, id);
     NB_TRY(nbi_buf_addf(
         &job->head, "{\"id\":\"%s%s\",\"object\":\"%s\",\"created\":%lld,\"model\":", s->id_prefix,
-        id, job->params.stream ? s->chunk_object : s->object, (long long)time(NULL)));
+        job->id, job->params.stream ? s->chunk_object : s->object, (long long)job->created));
     NB_TRY(nbi_json_quote(&job->head, name, strlen(name)));
     return nbi_buf_addf(&job->head, ",\"system_fingerprint\":null,\"choices\":[");
 }
@@ -42,8 +40,8 @@ static nb_status check_prompts(const nbi_job *job, nbi_api_error *e)
 {
     for (uint32_t i = 0; i < job->n_prompts; i++) {
         char field[NBI_PARAM_MAX] = "prompt";
-        if (job->surface == &nbi_surface_chat) {
-            snprintf(field, sizeof field, "messages");
+        if (job->surface->prompt_field) {
+            snprintf(field, sizeof field, "%s", job->surface->prompt_field);
         } else if (job->n_prompts > 1) {
             snprintf(field, sizeof field, "prompt[%u]", i);
         }
@@ -111,10 +109,16 @@ nb_status nbi_job_open(nbi_job **out, const nbi_surface *surface, const nbi_serv
     job->facts = &served->facts;
     job->notify = notify;
     job->notify_user = notify_user;
+    job->created = (int64_t)time(NULL);
+    nbi_served_next_id(served, job->id);
     NB_TRY_OR(status, surface->read(job, body, e), fail);
     NB_TRY_OR(status, surface->encode(job, body, e), fail);
     json_decref(job->chat);
     job->chat = NULL;
+    if (surface->count_only) {
+        *out = job;
+        return NB_OK;
+    }
     NB_TRY_OR(status, check_prompts(job, e), fail);
     NB_TRY_OR(status, keep_stop_strings(job, e), fail);
     NB_TRY_OR(status, make_choices(job, e), fail);
@@ -140,11 +144,12 @@ void nbi_job_close(nbi_job **out)
         nbi_choice *c = &job->choices[i];
         nb_request_close(&c->request);
         nbi_buf_free(&c->text);
-        nbi_buf_free(&c->reasoning);
+        nbi_answer_free(&c->answer);
         nbi_logprobs_free(&c->logprobs);
     }
     nbi_free(job->choices);
     json_decref(job->chat);
+    json_decref(job->tools);
     nbi_buf_free(&job->head);
     nbi_arena_free(&job->arena);
     nbi_free(job);
@@ -290,6 +295,10 @@ nb_status nbi_job_write_finish(const nbi_job *job, const nbi_choice *c, bool las
 {
     const nb_sampling *s = &job->params.sampling;
     if (!last) return nbi_buf_add(out, ",\"finish_reason\":null", 21);
+    if (c->finish == NB_FINISH_STOP && c->answer.n_calls) {
+        return nbi_buf_addf(out, ",\"finish_reason\":\"tool_calls\",\"stop_reason\":null,"
+                                 "\"matched_stop\":null");
+    }
     NB_TRY(nbi_buf_addf(out, ",\"finish_reason\":\"%s\"",
                         c->finish == NB_FINISH_STOP ? "stop" : "length"));
     if (c->matched_string >= 0) {
@@ -307,6 +316,12 @@ nb_status nbi_job_write_finish(const nbi_job *job, const nbi_choice *c, bool las
     return nbi_buf_addf(out, ",\"stop_reason\":null,\"matched_stop\":%d", c->matched_id);
 }
 
+nb_status nbi_job_write_string(nbi_buf *out, const char *key, const char *s, size_t n)
+{
+    NB_TRY(nbi_buf_add(out, key, strlen(key)));
+    return nbi_json_quote(out, n ? s : "", n);
+}
+
 /* The event with no choices, for who asked for it. */
 static nb_status write_usage_event(const nbi_job *job, nbi_buf *out)
 {
@@ -319,6 +334,7 @@ static nb_status write_usage_event(const nbi_job *job, nbi_buf *out)
 
 static nb_status write_end(nbi_job *job, nbi_buf *out)
 {
+    if (job->surface->write_end) return job->surface->write_end(job, out);
     if (job->error.http) {
         NB_TRY(nbi_buf_add(out, "data: ", 6));
         NB_TRY(nbi_api_error_json(out, &job->error));
@@ -356,6 +372,7 @@ void nbi_job_pump(nbi_job *job, nbi_buf *out)
 
 static nb_status write_reply(nbi_job *job, nbi_buf *out)
 {
+    if (job->surface->write_reply) return job->surface->write_reply(job, out);
     NB_TRY(nbi_buf_add(out, job->head.data, job->head.len));
     for (uint32_t i = 0; i < job->n_choices; i++) {
         if (i) NB_TRY(nbi_buf_add(out, ",", 1));

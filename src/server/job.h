@@ -9,6 +9,7 @@
 
 #include <stdatomic.h>
 
+#include "server/answer.h"
 #include "server/logprobs.h"
 #include "server/sampling_params.h"
 #include "server/served.h"
@@ -39,12 +40,11 @@ typedef struct nbi_choice {
     nb_finish finish;
     int32_t matched_id, matched_string; /* as in nb_event */
     uint32_t n_tokens, n_reasoning;     /* the second counts only when has_reasoning */
-    size_t n_chars; /* characters of prompt (with echo) and answer so far, for text offsets */
-    nbi_buf text;
-    nbi_buf reasoning;     /* chat: all of it while it may still turn out to be the answer */
-    size_t reasoning_sent; /* stream: bytes of it that were sent */
-    bool has_reasoning;
+    size_t n_chars;    /* characters of prompt (with echo) and answer so far, for text offsets */
+    nbi_buf text;      /* completions */
+    nbi_answer answer; /* chat */
     nbi_reasoning splitter; /* chat: reasoning and content */
+    bool has_reasoning;
     nbi_logprobs logprobs;
 } nbi_choice;
 
@@ -53,6 +53,8 @@ typedef struct nbi_surface {
     const char *id_prefix;    /* "chatcmpl-" */
     const char *object;       /* of the whole reply */
     const char *chunk_object; /* of a stream's events */
+    const char *prompt_field; /* what errors about a prompt's length name; NULL: "prompt" */
+    bool count_only;          /* nothing is generated: the reply follows from the prompts */
     nbi_logprob_shape logprob_shape;
     /* Reads and checks the body into job->params, job->echo, job->chat. Pure. */
     nb_status (*read)(nbi_job *job, const json_t *body, nbi_api_error *e);
@@ -66,6 +68,12 @@ typedef struct nbi_surface {
     nb_status (*write_delta)(nbi_job *job, nbi_choice *choice, nbi_buf *out);
     /* Appends the choice's object of the whole reply. */
     nb_status (*write_choice)(nbi_job *job, nbi_choice *choice, nbi_buf *out);
+    /* Optional: the whole reply, instead of OpenAI's list of choices. */
+    nb_status (*write_reply)(nbi_job *job, nbi_buf *out);
+    /* Optional: the last events of a stream (job->error may be set), instead of [DONE]. */
+    nb_status (*write_end)(nbi_job *job, nbi_buf *out);
+    /* Optional: the body of an error, instead of OpenAI's. */
+    nb_status (*write_error)(nbi_buf *out, const nbi_api_error *e);
 } nbi_surface;
 
 extern const nbi_surface nbi_surface_completions;
@@ -82,7 +90,12 @@ struct nbi_job {
     bool include_reasoning;   /* chat: false drops it */
     json_t *chat;             /* chat: what nbi_chat_encode() takes; until it is encoded */
     bool starts_in_reasoning; /* chat: the prompt has opened the thinking */
-    nbi_prompt *prompts;      /* [n_prompts], in the arena */
+    json_t *tools;            /* chat: those that may be called; NULL: none */
+    bool one_call;            /* chat: calls after the first are left out */
+    void *state;              /* of the surface, in the arena */
+    char id[NBI_ID_BYTES];
+    int64_t created;     /* seconds since 1970 */
+    nbi_prompt *prompts; /* [n_prompts], in the arena */
     uint32_t n_prompts;
     nbi_choice *choices; /* [n_choices] choice c answers prompt c / params.n */
     uint32_t n_choices, n_done;
@@ -128,6 +141,17 @@ nb_status nbi_job_write_tail(const nbi_job *job, const nbi_choice *choice, nbi_b
 /* `,"finish_reason":...,"stop_reason":...,"matched_stop":...`; nulls while the choice runs on. */
 nb_status nbi_job_write_finish(const nbi_job *job, const nbi_choice *choice, bool last,
                                nbi_buf *out);
+/* `key`, then the string with quotes. */
+nb_status nbi_job_write_string(nbi_buf *out, const char *key, const char *s, size_t n);
+
+/* ---- shared by the chat surfaces (chat_job.c) */
+
+/* Takes what nbi_chat_request_read() makes of a body, into job->chat, tools and one_call. */
+nb_status nbi_job_read_chat(nbi_job *job, const json_t *body, nbi_api_error *e);
+/* nbi_surface.encode, begin and take. */
+nb_status nbi_job_encode_chat(nbi_job *job, const json_t *body, nbi_api_error *e);
+nb_status nbi_job_begin_chat(nbi_job *job, nbi_choice *choice);
+nb_status nbi_job_take_chat(nbi_job *job, nbi_choice *choice, const nb_event *event);
 
 #ifdef __cplusplus
 }

@@ -1,11 +1,8 @@
-/* POST /v1/chat/completions: messages in, reasoning and content out.
+/* POST /v1/chat/completions: messages in; reasoning, content and tool calls out.
  *
  * Fields beside the shared ones: those of messages.h, logprobs and top_logprobs, separate_reasoning
  * and include_reasoning. Called through nbi_surface_chat by job.c. */
-#include <string.h>
-
 #include "server/job.h"
-#include "server/messages.h"
 
 /* ---------------------------------------------------------------- read */
 
@@ -29,76 +26,16 @@ static nb_status read(nbi_job *job, const json_t *body, nbi_api_error *e)
     NB_TRY(read_logprobs(job, body, e));
     NB_TRY(nbi_field_bool(&job->separate_reasoning, body, "", "separate_reasoning", e));
     NB_TRY(nbi_field_bool(&job->include_reasoning, body, "", "include_reasoning", e));
-    NB_TRY(nbi_chat_request_read(&job->chat, body, e));
-    if (job->facts->has_chat) return NB_OK;
-    return nbi_api_field(e, "messages", "this model cannot chat: %s", job->facts->no_chat);
-}
-
-static nb_status encode(nbi_job *job, const json_t *body, nbi_api_error *e)
-{
-    nbi_chat_prompt rendered = {0};
-    (void)body;
-    NB_TRY(nbi_served_encode_chat(job->served, job->chat, &rendered, e));
-    nbi_prompt *prompt = nbi_arena_alloc(&job->arena, sizeof *prompt);
-    size_t n = rendered.ids.len;
-    int32_t *ids = nbi_arena_alloc(&job->arena, (n + 1) * sizeof *ids);
-    if (prompt && ids) {
-        if (n) memcpy(ids, rendered.ids.data, n * sizeof *ids);
-        *prompt = (nbi_prompt){.ids = ids, .n_ids = n};
-        job->prompts = prompt;
-        job->n_prompts = 1;
-        job->starts_in_reasoning = rendered.thinking_open;
-    }
-    nbi_chat_prompt_free(&rendered);
-    if (prompt && ids) return NB_OK;
-    return nbi_api_fail(e, 503, NULL, NULL, "no memory for the prompt");
-}
-
-/* ---------------------------------------------------------------- answers */
-
-static nb_status begin(nbi_job *job, nbi_choice *c)
-{
-    nbi_reasoning_kind kind = job->separate_reasoning ? job->served->reasoning : NBI_REASONING_NONE;
-    nbi_reasoning_init(&c->splitter, kind, job->starts_in_reasoning);
-    return NB_OK;
-}
-
-static nb_status add_spans(nbi_choice *c, const nbi_span *spans, size_t n)
-{
-    for (size_t i = 0; i < n; i++) {
-        bool reasoning = spans[i].kind == NBI_SPAN_REASONING;
-        NB_TRY(nbi_buf_add(reasoning ? &c->reasoning : &c->text, spans[i].text, spans[i].n));
-        c->has_reasoning = c->has_reasoning || reasoning;
-    }
-    return NB_OK;
-}
-
-static nb_status take(nbi_job *job, nbi_choice *c, const nb_event *event)
-{
-    nbi_span spans[NBI_REASONING_SPANS_MAX];
-    bool unclosed = false;
-    (void)job;
-    size_t n = nbi_reasoning_push(&c->splitter, event->text, event->n_text, spans);
-    NB_TRY(add_spans(c, spans, n));
-    if (event->finish == NB_FINISH_NONE) return NB_OK;
-    n = nbi_reasoning_finish(&c->splitter, event->finish == NB_FINISH_STOP, spans, &unclosed);
-    NB_TRY(add_spans(c, spans, n));
-    return unclosed ? nbi_buf_add(&c->text, c->reasoning.data, c->reasoning.len) : NB_OK;
+    return nbi_job_read_chat(job, body, e);
 }
 
 /* ---------------------------------------------------------------- whole reply */
 
-static nb_status write_string(nbi_buf *out, const char *key, const char *s, size_t n)
-{
-    NB_TRY(nbi_buf_add(out, key, strlen(key)));
-    return nbi_json_quote(out, n ? s : "", n);
-}
-
 /* Under both names that clients read. */
 static nb_status write_reasoning(nbi_buf *out, const char *s, size_t n)
 {
-    NB_TRY(write_string(out, "\"reasoning_content\":", s, n));
-    return write_string(out, ",\"reasoning\":", s, n);
+    NB_TRY(nbi_job_write_string(out, "\"reasoning_content\":", s, n));
+    return nbi_job_write_string(out, ",\"reasoning\":", s, n);
 }
 
 static nb_status write_logprobs(nbi_choice *c, bool wanted, nbi_buf *out)
@@ -108,16 +45,72 @@ static nb_status write_logprobs(nbi_choice *c, bool wanted, nbi_buf *out)
     return nbi_logprobs_write(&c->logprobs, NBI_LOGPROBS_CHAT, out);
 }
 
-static nb_status write_choice(nbi_job *job, nbi_choice *c, nbi_buf *out)
+/* All pieces of a kind, joined. */
+static nb_status join(nbi_buf *out, const nbi_answer *a, nbi_piece_kind kind)
 {
-    NB_TRY(nbi_buf_addf(out, "{\"index\":%u,\"message\":{\"role\":\"assistant\",", c->index));
-    NB_TRY(write_string(out, "\"content\":", c->text.data, c->text.len));
+    for (size_t i = 0; i < a->n_pieces; i++) {
+        const nbi_piece *p = &a->pieces[i];
+        if (p->kind == kind) NB_TRY(nbi_buf_add(out, nbi_piece_text(a, p), p->n));
+    }
+    return NB_OK;
+}
+
+/* `,"tool_calls":[...]`; nothing without calls. */
+static nb_status write_calls(const nbi_answer *a, nbi_buf *out)
+{
+    nb_status status = NB_OK;
+    nbi_buf args = {0};
+    if (!a->n_calls) return NB_OK;
+    NB_TRY(nbi_buf_addf(out, ",\"tool_calls\":["));
+    for (size_t i = 0; i < a->n_pieces && status == NB_OK; i++) {
+        const nbi_piece *p = &a->pieces[i];
+        if (p->kind == NBI_PIECE_CALL) {
+            NB_TRY_OR(status,
+                      nbi_buf_addf(out, "%s{\"id\":\"%s\",\"type\":\"function\",\"function\":{",
+                                   p->call ? "," : "", p->id),
+                      done);
+            status = nbi_job_write_string(out, "\"name\":", nbi_piece_text(a, p), p->n);
+            nbi_buf_clear(&args);
+        } else if (p->kind == NBI_PIECE_ARGS) {
+            status = nbi_buf_add(&args, nbi_piece_text(a, p), p->n);
+        } else if (p->kind == NBI_PIECE_END) {
+            NB_TRY_OR(status, nbi_job_write_string(out, ",\"arguments\":", args.data, args.len),
+                      done);
+            status = nbi_buf_add(out, "}}", 2);
+        }
+    }
+    if (status == NB_OK) status = nbi_buf_add(out, "]", 1);
+done:
+    nbi_buf_free(&args);
+    return status;
+}
+
+static nb_status write_message(const nbi_job *job, const nbi_choice *c, nbi_buf *text, nbi_buf *out)
+{
+    NB_TRY(join(text, &c->answer, NBI_PIECE_CONTENT));
+    if (text->len || !c->answer.n_calls) {
+        NB_TRY(nbi_job_write_string(out, "\"content\":", text->data, text->len));
+    } else {
+        NB_TRY(nbi_buf_addf(out, "\"content\":null"));
+    }
     NB_TRY(nbi_buf_add(out, ",\"refusal\":null,", 16));
     if (c->has_reasoning && job->include_reasoning) {
-        NB_TRY(write_reasoning(out, c->reasoning.data, c->reasoning.len));
+        nbi_buf_clear(text);
+        NB_TRY(join(text, &c->answer, NBI_PIECE_THINKING));
+        NB_TRY(write_reasoning(out, text->data, text->len));
     } else {
         NB_TRY(nbi_buf_addf(out, "\"reasoning_content\":null,\"reasoning\":null"));
     }
+    return write_calls(&c->answer, out);
+}
+
+static nb_status write_choice(nbi_job *job, nbi_choice *c, nbi_buf *out)
+{
+    nbi_buf text = {0};
+    NB_TRY(nbi_buf_addf(out, "{\"index\":%u,\"message\":{\"role\":\"assistant\",", c->index));
+    nb_status status = write_message(job, c, &text, out);
+    nbi_buf_free(&text);
+    NB_TRY(status);
     NB_TRY(nbi_buf_add(out, "}", 1));
     NB_TRY(write_logprobs(c, job->params.sampling.n_logprobs >= 0, out));
     NB_TRY(nbi_job_write_finish(job, c, true, out));
@@ -152,29 +145,42 @@ static nb_status write_role(const nbi_job *job, nbi_choice *c, nbi_buf *out)
     return nbi_job_write_tail(job, c, out);
 }
 
-/* What was not sent of the reasoning. It is kept while it may still become the answer. */
-static nb_status write_reasoning_delta(const nbi_job *job, nbi_choice *c, nbi_buf *out)
+/* The delta of one piece. The first of a call has its id and name. */
+static nb_status write_piece(const nbi_answer *a, const nbi_piece *p, nbi_buf *out)
 {
-    size_t n = c->reasoning.len - c->reasoning_sent;
-    if (n && job->include_reasoning) {
+    const char *text = nbi_piece_text(a, p);
+    if (p->kind == NBI_PIECE_THINKING) return write_reasoning(out, text, p->n);
+    if (p->kind == NBI_PIECE_CONTENT) return nbi_job_write_string(out, "\"content\":", text, p->n);
+    NB_TRY(nbi_buf_addf(out, "\"tool_calls\":[{\"index\":%u,", p->call));
+    if (p->kind == NBI_PIECE_CALL) {
+        NB_TRY(nbi_buf_addf(out, "\"id\":\"%s\",\"type\":\"function\",\"function\":{", p->id));
+        NB_TRY(nbi_job_write_string(out, "\"name\":", text, p->n));
+        return nbi_buf_addf(out, ",\"arguments\":\"\"}}]");
+    }
+    NB_TRY(nbi_job_write_string(out, "\"function\":{\"arguments\":", text, p->n));
+    return nbi_buf_addf(out, "}}]");
+}
+
+static nb_status write_pieces(const nbi_job *job, nbi_choice *c, nbi_buf *out)
+{
+    const nbi_answer *a = &c->answer;
+    for (size_t i = 0; i < a->n_pieces; i++) {
+        const nbi_piece *p = &a->pieces[i];
+        if (p->kind == NBI_PIECE_END) continue;
+        if (p->kind == NBI_PIECE_THINKING && !job->include_reasoning) continue;
         NB_TRY(begin_event(job, c, out));
-        NB_TRY(write_reasoning(out, c->reasoning.data + c->reasoning_sent, n));
+        NB_TRY(write_piece(a, p, out));
         NB_TRY(end_event(job, c, false, out));
     }
-    c->reasoning_sent = c->reasoning.len;
-    if (nbi_reasoning_inside(&c->splitter)) return NB_OK;
-    nbi_buf_clear(&c->reasoning);
-    c->reasoning_sent = 0;
     return NB_OK;
 }
 
-/* Content; log-probabilities without text wait for the next text or the end. */
-static nb_status write_content_delta(const nbi_job *job, nbi_choice *c, nbi_buf *out)
+/* Log-probabilities without text wait for the next text or the end. */
+static nb_status write_rest(const nbi_job *job, nbi_choice *c, nbi_buf *out)
 {
-    if (!c->text.len && !(c->done && c->logprobs.n)) return NB_OK;
+    if (!c->done || !c->logprobs.n) return NB_OK;
     NB_TRY(begin_event(job, c, out));
-    NB_TRY(write_string(out, "\"content\":", c->text.data, c->text.len));
-    nbi_buf_clear(&c->text);
+    NB_TRY(nbi_job_write_string(out, "\"content\":", "", 0));
     return end_event(job, c, false, out);
 }
 
@@ -184,8 +190,9 @@ static nb_status write_delta(nbi_job *job, nbi_choice *c, nbi_buf *out)
         NB_TRY(write_role(job, c, out));
         c->opened = true;
     }
-    NB_TRY(write_reasoning_delta(job, c, out));
-    NB_TRY(write_content_delta(job, c, out));
+    NB_TRY(write_pieces(job, c, out));
+    nbi_answer_clear(&c->answer);
+    NB_TRY(write_rest(job, c, out));
     if (!c->done) return NB_OK;
     NB_TRY(begin_event(job, c, out));
     return end_event(job, c, true, out);
@@ -196,10 +203,11 @@ const nbi_surface nbi_surface_chat = {
     .object = "chat.completion",
     .chunk_object = "chat.completion.chunk",
     .logprob_shape = NBI_LOGPROBS_CHAT,
+    .prompt_field = "messages",
     .read = read,
-    .encode = encode,
-    .begin = begin,
-    .take = take,
+    .encode = nbi_job_encode_chat,
+    .begin = nbi_job_begin_chat,
+    .take = nbi_job_take_chat,
     .write_delta = write_delta,
     .write_choice = write_choice,
 };

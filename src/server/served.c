@@ -62,7 +62,7 @@ void nbi_served_text_close(nbi_served_text *text)
     nbi_tokenizer_close(&text->tokenizer);
 }
 
-nb_status nbi_served_encode_chat(const nbi_served *served, const json_t *request,
+nb_status nbi_served_encode_chat(const nbi_served *served, const json_t *request, const char *field,
                                  nbi_chat_prompt *prompt, nbi_api_error *e)
 {
     nb_error err = {0};
@@ -71,7 +71,7 @@ nb_status nbi_served_encode_chat(const nbi_served *served, const json_t *request
         nbi_chat_encode(prompt, served->text.tmpl, served->text.tokenizer, request, &options, &err);
     if (status == NB_OK) return NB_OK;
     if (status == NB_TOO_LARGE) status = NB_INVALID; /* a bound of rendering, not the context */
-    return nbi_api_from(e, status, &err, "messages");
+    return nbi_api_from(e, status, &err, field);
 }
 
 nbi_reasoning_kind nbi_reasoning_of_family(const char *family)
@@ -80,6 +80,31 @@ nbi_reasoning_kind nbi_reasoning_of_family(const char *family)
     if (strncmp(family, "deepseek", 8) == 0) return NBI_REASONING_THINK;
     if (strncmp(family, "qwen3", 5) == 0) return NBI_REASONING_THINK;
     return NBI_REASONING_NONE;
+}
+
+nbi_tool_form nbi_tool_form_of_family(const char *family, const char *template_source)
+{
+    static const struct {
+        const char *text;
+        nbi_tool_form form;
+    } shown[] = {
+        {"<arg_key>", NBI_TOOL_FORM_GLM},
+        {"\xef\xbd\x9c"
+         "DSML\xef\xbd\x9c",
+         NBI_TOOL_FORM_DSML},
+        {"tool\xe2\x96\x81"
+         "calls\xe2\x96\x81"
+         "begin",
+         NBI_TOOL_FORM_DEEPSEEK},
+    };
+    for (size_t i = 0; template_source && i < sizeof shown / sizeof *shown; i++) {
+        if (strstr(template_source, shown[i].text)) return shown[i].form;
+    }
+    if (strncmp(family, "glm", 3) == 0) return NBI_TOOL_FORM_GLM;
+    if (strcmp(family, "deepseek_v32") == 0) return NBI_TOOL_FORM_DSML;
+    if (strncmp(family, "deepseek", 8) == 0) return NBI_TOOL_FORM_DEEPSEEK;
+    if (strncmp(family, "qwen3", 5) == 0) return NBI_TOOL_FORM_HERMES;
+    return NBI_TOOL_FORM_NONE;
 }
 
 /* ---------------------------------------------------------------- identities */
@@ -121,6 +146,14 @@ static nb_status set_reasoning(nbi_served *s, const char *name, nb_error *err)
     return NB_OK;
 }
 
+static nb_status set_tool_form(nbi_served *s, const char *name, nb_error *err)
+{
+    if (name && strcmp(name, "auto") != 0) return nbi_tool_form_by_name(&s->tool_form, name, err);
+    const char *source = s->text.tmpl ? nbi_template_source(s->text.tmpl, true) : NULL;
+    s->tool_form = nbi_tool_form_of_family(s->info.family, source);
+    return NB_OK;
+}
+
 static nb_status fill(nbi_served *s, const nbi_served_options *options, nb_error *err)
 {
     s->created = (int64_t)time(NULL);
@@ -134,6 +167,7 @@ static nb_status fill(nbi_served *s, const nbi_served_options *options, nb_error
     s->facts.no_chat = s->text.why;
     if (!s->facts.has_chat) nbi_log(NB_LOG_WARN, "no chat: %s", s->text.why);
     NB_TRY(set_reasoning(s, options->reasoning_parser, err));
+    NB_TRY(set_tool_form(s, options->tool_parser, err));
     return set_names(s, options, err);
 }
 

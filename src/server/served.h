@@ -7,6 +7,7 @@
 
 #include "server/sampling_params.h"
 #include "text/chat.h"
+#include "text/tool.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -31,6 +32,7 @@ typedef struct nbi_served_options {
     const char *const *names; /* [n_names]; none: the name of the model's folder */
     uint32_t n_names;
     const char *reasoning_parser; /* "auto", "none" or a parser's name */
+    const char *tool_parser;      /* the same */
 } nbi_served_options;
 
 typedef struct nbi_served {
@@ -39,6 +41,7 @@ typedef struct nbi_served {
     nbi_api_facts facts;
     nbi_served_text text;
     nbi_reasoning_kind reasoning;
+    nbi_tool_form tool_form;
     int64_t created; /* seconds since 1970 when it became ready */
     uint64_t id_key;
     const char **names;
@@ -49,8 +52,9 @@ nb_status nbi_served_create(nbi_served **out, nb_engine *engine, nbi_served_text
                             const nbi_served_options *options, nb_error *err);
 void nbi_served_destroy(nbi_served **served);
 
-/* Renders and encodes a chat request (messages.h). *prompt is freed by nbi_chat_prompt_free(). */
-nb_status nbi_served_encode_chat(const nbi_served *served, const json_t *request,
+/* Renders and encodes a chat request (messages.h). `field` is what errors of the template name.
+ * *prompt is freed by nbi_chat_prompt_free(). */
+nb_status nbi_served_encode_chat(const nbi_served *served, const json_t *request, const char *field,
                                  nbi_chat_prompt *prompt, nbi_api_error *e);
 
 /* A new identity for a request. */
@@ -58,6 +62,8 @@ void nbi_served_next_id(const nbi_served *served, char out[NBI_ID_BYTES]);
 
 /* The parser of a model family: what "auto" means. */
 nbi_reasoning_kind nbi_reasoning_of_family(const char *family);
+/* The same for tool calls. A template that shows a form wins over the family; it may be NULL. */
+nbi_tool_form nbi_tool_form_of_family(const char *family, const char *template_source);
 
 #ifdef __cplusplus
 }

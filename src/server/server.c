@@ -19,6 +19,7 @@ void nbi_server_options_default(nbi_server_options *options)
                                     .max_body_bytes = (uint64_t)64 << 20,
                                     .n_threads = 2,
                                     .reasoning_parser = "auto",
+                                    .tool_parser = "auto",
                                     .start_ns = nbi_now_ns()};
 }
 
@@ -115,8 +116,10 @@ static nb_status finish_prepare(nbi_server *server, const nb_engine *engine, nb_
 nb_status nbi_server_ready(nbi_server *server, nb_engine *engine, nb_error *err)
 {
     const nbi_server_options *o = &server->options;
-    nbi_served_options options = {
-        .names = o->names, .n_names = o->n_names, .reasoning_parser = o->reasoning_parser};
+    nbi_served_options options = {.names = o->names,
+                                  .n_names = o->n_names,
+                                  .reasoning_parser = o->reasoning_parser,
+                                  .tool_parser = o->tool_parser};
     NB_TRY(finish_prepare(server, engine, err));
     NB_TRY(nbi_served_create(&server->served, engine, &server->text, &options, err));
     int loading = NBI_SERVER_LOADING; /* a server that is ending meanwhile stays so */

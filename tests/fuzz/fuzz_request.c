@@ -63,18 +63,19 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t n)
     if (n < 1) return 0;
     bool chat = data[0] & 1;
     char *text = nbi_strndup((const char *)data + 1, n - 1);
-    nbi_job job = {.facts = &facts};
+    const nbi_surface *surface = chat ? &nbi_surface_chat : &nbi_surface_completions;
+    nbi_job job = {.surface = surface, .facts = &facts};
     nbi_api_error e = {0};
     json_t *body = NULL;
     if (!text) return 0;
     nb_status status = nbi_body_parse(&body, text, n - 1, &e);
     if (status == NB_OK) {
-        const nbi_surface *surface = chat ? &nbi_surface_chat : &nbi_surface_completions;
         status = surface->read(&job, body, &e);
         if (status == NB_OK) check(&job, chat);
     }
     if (status != NB_OK) check_error(&e);
     json_decref(job.chat);
+    json_decref(job.tools);
     json_decref(body);
     nbi_free(text);
     return 0;

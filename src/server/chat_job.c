@@ -1,0 +1,57 @@
+/* What the chat surfaces share: prompts from messages, answers taken apart. Called through their
+ * tables by job.c. */
+#include <string.h>
+
+#include "server/job.h"
+#include "server/messages.h"
+
+nb_status nbi_job_read_chat(nbi_job *job, const json_t *body, nbi_api_error *e)
+{
+    const char *field = job->surface->prompt_field;
+    bool parallel = true;
+    NB_TRY(nbi_chat_request_read(&job->chat, body, e));
+    NB_TRY(nbi_field_bool(&parallel, body, "", "parallel_tool_calls", e));
+    job->one_call = !parallel;
+    job->tools = json_incref(json_object_get(job->chat, "tools"));
+    if (job->facts->has_chat) return NB_OK;
+    return nbi_api_field(e, field, "this model cannot chat: %s", job->facts->no_chat);
+}
+
+nb_status nbi_job_encode_chat(nbi_job *job, const json_t *body, nbi_api_error *e)
+{
+    nbi_chat_prompt rendered = {0};
+    (void)body;
+    NB_TRY(
+        nbi_served_encode_chat(job->served, job->chat, job->surface->prompt_field, &rendered, e));
+    nbi_prompt *prompt = nbi_arena_alloc(&job->arena, sizeof *prompt);
+    size_t n = rendered.ids.len;
+    int32_t *ids = nbi_arena_alloc(&job->arena, (n + 1) * sizeof *ids);
+    if (prompt && ids) {
+        if (n) memcpy(ids, rendered.ids.data, n * sizeof *ids);
+        *prompt = (nbi_prompt){.ids = ids, .n_ids = n};
+        job->prompts = prompt;
+        job->n_prompts = 1;
+        job->starts_in_reasoning = rendered.thinking_open;
+    }
+    nbi_chat_prompt_free(&rendered);
+    if (prompt && ids) return NB_OK;
+    return nbi_api_fail(e, 503, NULL, NULL, "no memory for the prompt");
+}
+
+nb_status nbi_job_begin_chat(nbi_job *job, nbi_choice *c)
+{
+    nbi_reasoning_kind kind = job->separate_reasoning ? job->served->reasoning : NBI_REASONING_NONE;
+    nbi_reasoning_init(&c->splitter, kind, job->starts_in_reasoning);
+    return nbi_answer_init(&c->answer, job->served->tool_form, job->tools, job->one_call, NULL);
+}
+
+nb_status nbi_job_take_chat(nbi_job *job, nbi_choice *c, const nb_event *event)
+{
+    (void)job;
+    size_t before = c->answer.n_pieces;
+    NB_TRY(nbi_answer_take(&c->answer, &c->splitter, event));
+    for (size_t i = before ? before - 1 : 0; i < c->answer.n_pieces; i++) {
+        if (c->answer.pieces[i].kind == NBI_PIECE_THINKING) c->has_reasoning = true;
+    }
+    return NB_OK;
+}
