@@ -5,7 +5,7 @@ import pathlib
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-import corpus
+import text_corpus
 
 CL100K = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
           r"|\s+(?!\S)|\s+")
@@ -43,7 +43,7 @@ def train(pre_tokenizer, normalizer=None, vocab=2500, ignore_merges=False, speci
     t.post_processor = processors.ByteLevel(trim_offsets=False)
     if normalizer:
         t.normalizer = normalizer
-    t.train_from_iterator(corpus.training(), trainers.BpeTrainer(
+    t.train_from_iterator(text_corpus.training(), trainers.BpeTrainer(
         vocab_size=vocab, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False))
     t.add_special_tokens([AddedToken(s, normalized=False, special=True) for s in special])
     t.add_tokens([AddedToken(s, normalized=False, special=False) for s in plain])

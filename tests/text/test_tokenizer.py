@@ -6,11 +6,11 @@ import unicodedata
 
 import pytest
 
-import corpus
+import text_corpus
 import styles
 
 ALL = list(styles.STYLES)
-STRINGS = corpus.SCRIPTS + corpus.HARD + corpus.random_strings(300)
+STRINGS = text_corpus.SCRIPTS + text_corpus.HARD + text_corpus.random_strings(300)
 
 
 def reference(tokenizer, texts):
@@ -44,7 +44,7 @@ def test_strings(nibble, made, style):
 @pytest.mark.parametrize("style", ["glm", "qwen2", "deepseek", "gpt2", "o200k", "digits", "punctuation", "dialect"])
 def test_every_character(nibble, made, style):
     folder, tokenizer = made(style)
-    rows = corpus.every_character()
+    rows = text_corpus.every_character()
     compare(nibble, folder, tokenizer, fit(style, rows))
 
 
@@ -82,11 +82,11 @@ def test_invalid_utf8_is_kept(nibble, made, style):
 
 
 @pytest.mark.parametrize("style", ["glm", "qwen2", "deepseek", "gpt2"])
-@pytest.mark.parametrize("name", list(corpus.long_strings()))
+@pytest.mark.parametrize("name", list(text_corpus.long_strings()))
 def test_megabyte(nibble, made, style, name):
     """The same ids, and no more than three seconds of CPU for a megabyte of anything."""
     folder, tokenizer = made(style)
-    text = corpus.long_strings()[name]
+    text = text_corpus.long_strings()[name]
     before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
     ids = nibble.raw_ids(folder, text.encode())
     seconds = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before
