@@ -1,16 +1,18 @@
 /* Checks of what clients send as grammars (see grammar_source.h). Callers: grammar.c. */
 #include "text/grammar_source.h"
 
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "base/json.h"
 #include "base/utf8.h"
 
-#define STR_(x)     #x
-#define STR(x)      STR_(x)
-#define NODES_MAX   20000u /* values in a schema */
-#define NESTING_MAX 200u   /* brackets in a Lark grammar: its parser is recursive */
+#define STR_(x)      #x
+#define STR(x)       STR_(x)
+#define NODES_MAX    20000u /* values in a schema */
+#define MULTIPLE_MAX 50000u
+#define NESTING_MAX  200u /* brackets in a Lark grammar: its parser is recursive */
 
 const char *nbi_grammar_noun(nbi_grammar_kind kind)
 {
@@ -29,6 +31,8 @@ const char *nbi_grammar_noun(nbi_grammar_kind kind)
 
 typedef struct schema_walk {
     unsigned n_nodes;
+    uint64_t multiple; /* least common multiple of the digits of all "multipleOf", 0: none */
+    int min_exponent, max_exponent;
     nb_error *err;
 } schema_walk;
 
@@ -55,12 +59,48 @@ static bool is_data(const char *key)
            strcmp(key, "examples") == 0;
 }
 
+/* The library counts remainders: as many states as the number has digits' value, and for several
+ * that may meet (allOf) as their common multiple, on one scale. */
+static nb_status check_multiple(schema_walk *w, double value)
+{
+    char text[32];
+    if (!(value > 0)) return NB_OK; /* the library says what is wrong */
+    snprintf(text, sizeof text, "%.15e", value);
+    uint64_t digits = 0;
+    int exponent = atoi(strchr(text, 'e') + 1) - 15;
+    for (const char *p = text; *p != 'e'; p++) {
+        if (*p != '.') digits = digits * 10 + (uint64_t)(*p - '0');
+    }
+    for (; digits % 10 == 0 && exponent < 0; exponent++) digits /= 10;
+    for (; exponent > 0 && digits <= MULTIPLE_MAX; exponent--) digits *= 10;
+    uint64_t a = w->multiple ? w->multiple : digits, b = digits;
+    if (!w->multiple || exponent < w->min_exponent) w->min_exponent = exponent;
+    if (!w->multiple || exponent > w->max_exponent) w->max_exponent = exponent;
+    w->multiple = a;
+    while (b) {
+        uint64_t rest = a % b;
+        a = b;
+        b = rest;
+    }
+    if (digits <= MULTIPLE_MAX) w->multiple *= digits / a;
+    uint64_t scaled = digits > MULTIPLE_MAX ? digits : w->multiple;
+    for (int i = w->min_exponent; i < w->max_exponent && scaled <= MULTIPLE_MAX; i++) scaled *= 10;
+    if (scaled > MULTIPLE_MAX)
+        return nbi_fail(w->err, NB_TOO_LARGE,
+                        "the schema's \"multipleOf\" has too many digits: %g (together with all "
+                        "others at most %u)",
+                        value, MULTIPLE_MAX);
+    return NB_OK;
+}
+
 static nb_status check_member(schema_walk *w, const char *key, const json_t *value)
 {
     if (strcmp(key, "pattern") == 0 && json_string_length(value) > NBI_GRAMMAR_REGEX_MAX)
         return nbi_fail(w->err, NB_TOO_LARGE,
                         "a \"pattern\" of the schema has %zu bytes, more than %zu",
                         json_string_length(value), NBI_GRAMMAR_REGEX_MAX);
+    if (strcmp(key, "multipleOf") == 0 && json_is_number(value))
+        return check_multiple(w, json_number_value(value));
     return NB_OK;
 }
 

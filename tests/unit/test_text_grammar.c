@@ -166,8 +166,8 @@ static int drive_lines(nbi_grammar_compiler *c, const nbi_tokenizer *t, const in
         json_t *in = json_loads(line, 0, NULL);
         const char *kind, *source, *finish = "";
         int seed, n_free = 40;
-        if (!in || json_unpack(in, "{s:s, s:s, s:i, s?i, s?s}", "kind", &kind, "source", &source, "seed",
-                               &seed, "free", &n_free, "finish", &finish) != 0)
+        if (!in || json_unpack(in, "{s:s, s:s, s:i, s?i, s?s}", "kind", &kind, "source", &source,
+                               "seed", &seed, "free", &n_free, "finish", &finish) != 0)
             return 2;
         walk w = {.tokenizer = t,
                   .eos = eos,
@@ -207,8 +207,390 @@ static int drive_folder(const char *folder)
     return rc;
 }
 
+/* ---------------------------------------------------------------- a tokenizer */
+
+enum { ID_END = 300, ID_USER, ID_THINK, ID_NOTHINK, ID_CALL, N_IDS };
+
+/* GPT-2's spelling of a byte. */
+static uint32_t spelling(unsigned byte)
+{
+    static uint32_t next, table[256];
+    if (!table[0]) {
+        for (unsigned b = 0; b < 256; b++) {
+            bool shown = (b >= 33 && b <= 126) || (b >= 161 && b <= 172) || b >= 174;
+            table[b] = shown ? b : 256 + next++;
+        }
+    }
+    return table[byte];
+}
+
+/* 256 bytes, four merges, five added tokens behind a gap. */
+static nbi_tokenizer *make_tokenizer(void)
+{
+    static const char *const merges[][2] = {{"{", "\""}, {"\"", ":"}, {"t", "r"}, {"1", "2"}};
+    static const char *const added[] = {"<end>", "<|user|>", "<think>", "</think>", "<tool_call>"};
+    json_t *vocab = json_object(), *pairs = json_array(), *tokens = json_array();
+    for (unsigned b = 0; b < 256; b++) {
+        char text[5] = {0};
+        (void)nbi_utf8_put(text, spelling(b));
+        json_object_set_new(vocab, text, json_integer(b));
+    }
+    for (int i = 0; i < 4; i++) {
+        char text[8];
+        snprintf(text, sizeof text, "%s%s", merges[i][0], merges[i][1]);
+        json_object_set_new(vocab, text, json_integer(256 + i));
+        json_array_append_new(pairs, json_pack("[s,s]", merges[i][0], merges[i][1]));
+    }
+    for (int i = 0; i < 5; i++)
+        json_array_append_new(tokens,
+                              json_pack("{s:i, s:s, s:b, s:b, s:b, s:b, s:b}", "id", ID_END + i,
+                                        "content", added[i], "special", i < 2, "normalized", 0,
+                                        "lstrip", 0, "rstrip", 0, "single_word", 0));
+    json_t *all = json_pack("{s:s, s:o, s:{s:s, s:b, s:b, s:b}, s:{s:s, s:o, s:o}}", "version",
+                            "1.0", "added_tokens", tokens, "pre_tokenizer", "type", "ByteLevel",
+                            "add_prefix_space", 0, "use_regex", 1, "trim_offsets", 0, "model",
+                            "type", "BPE", "vocab", vocab, "merges", pairs);
+    assert_non_null(all);
+    char *text = json_dumps(all, JSON_COMPACT);
+    nbi_tokenizer *t = NULL;
+    nb_error err;
+    if (nbi_tokenizer_parse(&t, text, strlen(text), "test", &err) != NB_OK)
+        fail_msg("%s", err.text);
+    free(text);
+    json_decref(all);
+    return t;
+}
+
+static nbi_tokenizer *tokenizer;
+static nbi_grammar_compiler *compiler;
+static const int32_t ends[] = {ID_END, ID_USER};
+
+static int set_up(void **state)
+{
+    (void)state;
+    tokenizer = make_tokenizer();
+    nbi_grammar_setup setup = {.tokenizer = tokenizer, .eos = ends, .n_eos = 2};
+    return nbi_grammar_compiler_open(&compiler, &setup, NULL);
+}
+
+static int tear_down(void **state)
+{
+    (void)state;
+    nbi_grammar_compiler_close(&compiler);
+    nbi_tokenizer_close(&tokenizer);
+    return 0;
+}
+
+static nbi_grammar *compiled(nbi_grammar_kind kind, const char *source,
+                             const nbi_grammar_options *options)
+{
+    nbi_grammar *g = NULL;
+    nb_error err = {.status = NB_OK};
+    if (nbi_grammar_compile(&g, compiler, kind, source, strlen(source), options, &err) != NB_OK)
+        fail_msg("%s", err.text);
+    return g;
+}
+
+static uint32_t bits[16];
+
+static const uint32_t *masked(nbi_grammar *g)
+{
+    memset(bits, 0, sizeof bits);
+    nb_grammar hooks = nbi_grammar_hooks(g);
+    hooks.mask(hooks.user, bits, (N_IDS + 31) / 32);
+    return bits;
+}
+
+static void accepted(nbi_grammar *g, int32_t id)
+{
+    nb_grammar hooks = nbi_grammar_hooks(g);
+    hooks.accept(hooks.user, id);
+}
+
+static unsigned count(const uint32_t *mask_bits)
+{
+    unsigned n = 0;
+    for (int32_t id = 0; id < 512; id++) n += has(mask_bits, id);
+    return n;
+}
+
+/* ---------------------------------------------------------------- tests */
+
+static void test_end_only_when_complete(void **state)
+{
+    (void)state;
+    nbi_grammar *g = compiled(NBI_GRAMMAR_REGEX, "a(bc)?", NULL);
+    masked(g);
+    assert_int_equal(count(bits), 1);
+    assert_true(has(bits, 'a'));
+    accepted(g, 'a');
+    masked(g); /* complete, and may go on */
+    assert_int_equal(count(bits), 3);
+    assert_true(has(bits, 'b') && has(bits, ID_END) && has(bits, ID_USER));
+    assert_true(nbi_grammar_complete(g));
+    accepted(g, 'b');
+    masked(g);
+    assert_int_equal(count(bits), 1);
+    assert_true(has(bits, 'c') && !nbi_grammar_complete(g));
+    accepted(g, 'c');
+    for (int i = 0; i < 3; i++) { /* with ignore_eos the engine goes on asking */
+        masked(g);
+        assert_int_equal(count(bits), 2);
+        assert_true(has(bits, ID_END) && has(bits, ID_USER));
+        accepted(g, ID_END);
+    }
+    assert_true(nbi_grammar_complete(g));
+    assert_null(nbi_grammar_failure(g));
+    nbi_grammar_close(&g);
+    assert_null(g);
+}
+
+static void test_tokens_of_several_bytes(void **state)
+{
+    (void)state;
+    nbi_grammar *g = compiled(NBI_GRAMMAR_JSON_SCHEMA,
+                              "{\"type\":\"object\",\"properties\":{\"é\":{\"const\":12}},"
+                              "\"required\":[\"é\"],\"additionalProperties\":false}",
+                              NULL);
+    static const int32_t ids[] = {256, 0xc3, 0xa9, 257, 259, '}'}; /* {" é ": 12 } */
+    for (size_t i = 0; i < sizeof ids / sizeof *ids; i++) {
+        masked(g);
+        assert_true(has(bits, ids[i]));
+        assert_false(has(bits, ID_END));
+        accepted(g, ids[i]);
+    }
+    assert_true(has(masked(g), ID_END));
+    nbi_grammar_close(&g);
+}
+
+static void test_added_tokens_are_no_text(void **state)
+{
+    (void)state;
+    nbi_grammar *g = compiled(NBI_GRAMMAR_REGEX, "(?s:.)*", NULL);
+    masked(g);
+    for (int32_t id = ID_THINK; id <= ID_CALL; id++) assert_false(has(bits, id));
+    for (int32_t id = 260; id < ID_END; id++) assert_false(has(bits, id)); /* unused */
+    assert_true(has(bits, '<') && has(bits, ID_END));
+    nbi_grammar_close(&g);
+}
+
+static void test_begins_behind_thinking(void **state)
+{
+    (void)state;
+    nbi_grammar_options o = {.after_think = ID_NOTHINK, .banned = {ID_CALL}, .n_banned = 1};
+    nbi_grammar *g = compiled(NBI_GRAMMAR_CHOICE, "[\"x\"]", &o);
+    static const int32_t thoughts[] = {'x', '{', ID_THINK, 270, 256};
+    for (size_t i = 0; i < sizeof thoughts / sizeof *thoughts; i++) {
+        masked(g);
+        assert_int_equal(count(bits), N_IDS - 3); /* ends, <tool_call> */
+        assert_false(has(bits, ID_END) || has(bits, ID_USER) || has(bits, ID_CALL));
+        assert_false(nbi_grammar_complete(g));
+        accepted(g, thoughts[i]);
+    }
+    accepted(g, ID_NOTHINK);
+    masked(g);
+    assert_int_equal(count(bits), 1);
+    assert_true(has(bits, 'x'));
+    nbi_grammar_close(&g);
+    o.banned[0] = ID_NOTHINK;
+    assert_int_equal(nbi_grammar_compile(&g, compiler, NBI_GRAMMAR_JSON_OBJECT, NULL, 0, &o, NULL),
+                     NB_INVALID);
+    o = (nbi_grammar_options){.after_think = N_IDS};
+    assert_int_equal(nbi_grammar_compile(&g, compiler, NBI_GRAMMAR_JSON_OBJECT, NULL, 0, &o, NULL),
+                     NB_INVALID);
+}
+
+static void test_wrong_token_ends_the_answer(void **state)
+{
+    (void)state;
+    static const int32_t wrong[] = {'b', ID_THINK, 270, -1, N_IDS + 5};
+    for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++) {
+        nbi_grammar *g = compiled(NBI_GRAMMAR_REGEX, "aa", NULL);
+        accepted(g, 'a');
+        accepted(g, wrong[i]);
+        assert_non_null(nbi_grammar_failure(g));
+        assert_false(nbi_grammar_complete(g));
+        masked(g);
+        assert_int_equal(count(bits), 2);
+        assert_true(has(bits, ID_END));
+        nbi_grammar_close(&g);
+    }
+}
+
+/* The model may have fewer ids than the tokenizer, or more. */
+static void test_vocabulary_sizes(void **state)
+{
+    (void)state;
+    for (uint32_t vocab = 290; vocab <= 400; vocab += 110) {
+        int32_t eos = 0;
+        nbi_grammar_compiler *c = NULL;
+        nbi_grammar *g = NULL;
+        nbi_grammar_setup setup = {.tokenizer = tokenizer, .eos = &eos, .n_eos = 1, .vocab = vocab};
+        nbi_grammar_options o = {.after_think = 5};
+        assert_int_equal(nbi_grammar_compiler_open(&c, &setup, NULL), NB_OK);
+        assert_int_equal(nbi_grammar_compile(&g, c, NBI_GRAMMAR_REGEX, "a", 1, &o, NULL), NB_OK);
+        nb_grammar hooks = nbi_grammar_hooks(g);
+        uint32_t wide[20] = {0};
+        hooks.mask(hooks.user, wide, (vocab + 31) / 32);
+        assert_int_equal(count(wide), vocab - 1);
+        hooks.accept(hooks.user, 5);
+        memset(wide, 0, sizeof wide);
+        hooks.mask(hooks.user, wide, (vocab + 31) / 32);
+        assert_int_equal(count(wide), 1);
+        nbi_grammar_close(&g);
+        nbi_grammar_compiler_close(&c);
+        eos = (int32_t)vocab;
+        assert_int_equal(nbi_grammar_compiler_open(&c, &setup, NULL), NB_INVALID);
+    }
+}
+
+static void test_not_installed(void **state)
+{
+    (void)state;
+    nb_error err = {.status = NB_OK};
+    nbi_grammar_compiler *c = NULL;
+    nbi_grammar *g = NULL;
+    nbi_grammar_setup setup = {
+        .tokenizer = tokenizer, .eos = ends, .n_eos = 2, .folder = "/nonexistent"};
+    assert_int_equal(nbi_grammar_compiler_open(&c, &setup, NULL), NB_OK);
+    for (int i = 0; i < 2; i++) {
+        assert_int_equal(nbi_grammar_compile(&g, c, NBI_GRAMMAR_REGEX, "a", 1, NULL, &err),
+                         NB_UNSUPPORTED);
+        assert_non_null(strstr(err.text, "pip install --target"));
+        assert_non_null(strstr(err.text, "/nonexistent"));
+    }
+    nbi_grammar_compiler_close(&c);
+}
+
+static void test_more_grammars_than_the_cache_holds(void **state)
+{
+    (void)state;
+    for (int round = 0; round < 2; round++) {
+        for (int i = 0; i < (int)NBI_GRAMMAR_CACHED_MAX + 8; i++) {
+            char regex[32];
+            snprintf(regex, sizeof regex, "x{%d}", i + 1);
+            nbi_grammar *g = compiled(NBI_GRAMMAR_REGEX, regex, NULL);
+            for (int k = 0; k <= i; k++) {
+                assert_int_equal(count(masked(g)), 1);
+                accepted(g, 'x');
+            }
+            assert_true(nbi_grammar_complete(g));
+            nbi_grammar_close(&g);
+        }
+    }
+}
+
+static void test_sizes_are_refused(void **state)
+{
+    (void)state;
+    nbi_grammar *g = NULL;
+    char *large = malloc(NBI_GRAMMAR_SOURCE_MAX + 1);
+    memset(large, 'a', NBI_GRAMMAR_SOURCE_MAX + 1);
+    for (int kind = NBI_GRAMMAR_JSON_SCHEMA; kind < NBI_GRAMMAR_KIND_COUNT; kind++)
+        assert_int_equal(nbi_grammar_compile(&g, compiler, (nbi_grammar_kind)kind, large,
+                                             NBI_GRAMMAR_SOURCE_MAX + 1, NULL, NULL),
+                         NB_TOO_LARGE);
+    free(large);
+    assert_int_equal(nbi_grammar_compile(&g, compiler, NBI_GRAMMAR_REGEX, "a\0b", 3, NULL, NULL),
+                     NB_INVALID);
+    assert_int_equal(
+        nbi_grammar_compile(&g, compiler, NBI_GRAMMAR_EBNF, "root ::= \"\xff\"", 12, NULL, NULL),
+        NB_INVALID);
+    assert_null(g);
+}
+
+static void *walk_many(void *arg)
+{
+    static const char *const sources[] = {
+        "{\"type\":\"array\",\"items\":{\"type\":\"integer\"},\"maxItems\":9}",
+        "{\"type\":\"object\",\"properties\":{\"a\":{\"enum\":[\"x\",\"y\"]}},\"required\":[\"a\"]"
+        "}",
+        "{\"anyOf\":[{\"type\":\"null\"},{\"type\":\"string\",\"pattern\":\"^[a-c]+$\"}]}"};
+    uint64_t seed = (uint64_t)(uintptr_t)arg;
+    size_t n_bad = 0;
+    for (int i = 0; i < 60; i++) {
+        const char *source = sources[next_random(&seed, 3)];
+        nbi_grammar *g = NULL;
+        walk w = {.tokenizer = tokenizer,
+                  .eos = ends,
+                  .n_eos = 2,
+                  .finish = "",
+                  .seed = seed + i,
+                  .n_free = 10,
+                  .n_max = 2000};
+        if (nbi_grammar_compile(&g, compiler, NBI_GRAMMAR_JSON_SCHEMA, source, strlen(source), NULL,
+                                NULL) != NB_OK) {
+            n_bad++;
+            continue;
+        }
+        run_walk(&w, g);
+        json_t *value = json_loads(w.text.data ? w.text.data : "", JSON_DECODE_ANY, NULL);
+        n_bad += !w.ended || w.n_bad_ends || nbi_grammar_failure(g) || !value;
+        json_decref(value);
+        nbi_buf_free(&w.text);
+        nbi_grammar_close(&g);
+    }
+    return (void *)n_bad;
+}
+
+static void test_threads(void **state)
+{
+    (void)state;
+    pthread_t threads[6];
+    for (size_t i = 0; i < 6; i++)
+        assert_int_equal(pthread_create(&threads[i], NULL, walk_many, (void *)(i + 1)), 0);
+    for (size_t i = 0; i < 6; i++) {
+        void *n_bad;
+        pthread_join(threads[i], &n_bad);
+        assert_null(n_bad);
+    }
+}
+
+static void test_every_allocation_fails_once(void **state)
+{
+    (void)state;
+    static const char grammar[] = "root ::= item+\nitem ::= \"(\" item* \")\" | [a-z]";
+    static const char schema[] = "{\"type\":\"object\",\"properties\":{\"q\":{\"type\":\"null\"}}}";
+    unsigned n_failed = 0;
+    for (long n = 0;; n++) {
+        nbi_grammar_compiler *c = NULL;
+        nbi_grammar *g = NULL, *h = NULL;
+        nbi_grammar_setup setup = {.tokenizer = tokenizer, .eos = ends, .n_eos = 2};
+        nb_error err = {.status = NB_OK};
+        nbi_heap_fail_after(n);
+        nb_status st = nbi_grammar_compiler_open(&c, &setup, &err);
+        if (st == NB_OK)
+            st = nbi_grammar_compile(&g, c, NBI_GRAMMAR_EBNF, grammar, strlen(grammar), NULL, &err);
+        if (st == NB_OK)
+            st = nbi_grammar_compile(&h, c, NBI_GRAMMAR_JSON_SCHEMA, schema, strlen(schema), NULL,
+                                     &err);
+        nbi_heap_fail_after(-1);
+        if (st != NB_OK) assert_int_equal(st, NB_NO_MEMORY);
+        n_failed += st != NB_OK;
+        bool done = st == NB_OK && n > 60;
+        nbi_grammar_close(&g);
+        nbi_grammar_close(&h);
+        nbi_grammar_compiler_close(&c);
+        if (done) break;
+    }
+    assert_true(n_failed > 20);
+}
+
 int main(int argc, char **argv)
 {
     if (argc == 3 && strcmp(argv[1], "walk") == 0) return drive_folder(argv[2]);
-    return 0;
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_end_only_when_complete),
+        cmocka_unit_test(test_tokens_of_several_bytes),
+        cmocka_unit_test(test_added_tokens_are_no_text),
+        cmocka_unit_test(test_begins_behind_thinking),
+        cmocka_unit_test(test_wrong_token_ends_the_answer),
+        cmocka_unit_test(test_vocabulary_sizes),
+        cmocka_unit_test(test_not_installed),
+        cmocka_unit_test(test_more_grammars_than_the_cache_holds),
+        cmocka_unit_test(test_sizes_are_refused),
+        cmocka_unit_test(test_threads),
+        cmocka_unit_test(test_every_allocation_fails_once),
+    };
+    return cmocka_run_group_tests(tests, set_up, tear_down);
 }
