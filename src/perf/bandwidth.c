@@ -69,7 +69,9 @@ static const uint8_t *piece_at(const nbi_bandwidth *b, uint64_t i)
 
 #if defined(__x86_64__) && defined(__GNUC__)
 /* Built for the baseline and for the two wider vectors; the loader picks one. */
+#ifndef __SANITIZE_THREAD__ /* its runtime is not up yet when the resolver of the clones runs */
 __attribute__((target_clones("avx512f", "avx2", "default")))
+#endif
 #endif
 static uint64_t
 read_piece(const uint8_t *p)
