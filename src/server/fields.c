@@ -106,6 +106,16 @@ nb_status nbi_field_str(const char **out, const json_t *obj, const char *prefix,
     return NB_OK;
 }
 
+nb_status nbi_field_need_str(const char **out, const json_t *obj, const char *place,
+                             const char *key, nbi_api_error *e)
+{
+    char prefix[NBI_PARAM_MAX], param[NBI_PARAM_MAX];
+    snprintf(prefix, sizeof prefix, "%.*s.", NBI_PARAM_MAX - 32, place);
+    *out = NULL;
+    NB_TRY(nbi_field_str(out, obj, prefix, key, e));
+    return *out ? NB_OK : nbi_api_field(e, name(param, prefix, key), "is missing");
+}
+
 nb_status nbi_field_array(json_t **out, const json_t *obj, const char *prefix, const char *key,
                           nbi_api_error *e)
 {

@@ -33,6 +33,10 @@ nb_status nbi_field_array(json_t **out, const json_t *obj, const char *prefix, c
 nb_status nbi_field_object(json_t **out, const json_t *obj, const char *prefix, const char *key,
                            nbi_api_error *e);
 
+/* A string that has to be there; `place` is the path of obj, without a dot. */
+nb_status nbi_field_need_str(const char **out, const json_t *obj, const char *place,
+                             const char *key, nbi_api_error *e);
+
 /* An integer value in [min, max]; `param` names it. */
 nb_status nbi_value_int(int64_t *out, const json_t *value, const char *param, int64_t min,
                         int64_t max, nbi_api_error *e);

@@ -26,6 +26,9 @@ static const nbi_route routes[] = {
     {.path = "/v1/models/", .prefix = true, .when_ready = true, .get = nbi_get_model},
     {.path = "/v1/completions", .when_ready = true, .surface = &nbi_surface_completions},
     {.path = "/v1/chat/completions", .when_ready = true, .surface = &nbi_surface_chat},
+    {.path = "/v1/responses", .when_ready = true, .surface = &nbi_surface_responses},
+    {.path = "/v1/messages", .when_ready = true, .surface = &nbi_surface_messages},
+    {.path = "/v1/messages/count_tokens", .when_ready = true, .surface = &nbi_surface_count_tokens},
 };
 
 /* ---------------------------------------------------------------- routing */

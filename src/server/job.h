@@ -78,6 +78,9 @@ typedef struct nbi_surface {
 
 extern const nbi_surface nbi_surface_completions;
 extern const nbi_surface nbi_surface_chat;
+extern const nbi_surface nbi_surface_responses;
+extern const nbi_surface nbi_surface_messages;     /* Anthropic's */
+extern const nbi_surface nbi_surface_count_tokens; /* Anthropic's */
 
 struct nbi_job {
     const nbi_surface *surface;
