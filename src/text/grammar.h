@@ -63,8 +63,9 @@ typedef struct nbi_grammar_setup {
 /* Fast: the library is loaded by the first compilation, or by nbi_grammar_compiler_load(). */
 nb_status nbi_grammar_compiler_open(nbi_grammar_compiler **out, const nbi_grammar_setup *setup,
                                     nb_error *err);
-/* Loads the library and gives it the vocabulary (about half a second for 150k tokens). Done once; later calls
- * repeat the answer. NB_UNSUPPORTED: not installed, or a version that nibble does not know. */
+/* Loads the library and gives it the vocabulary (about half a second for 150k tokens). Done once;
+ * later calls repeat the answer. NB_UNSUPPORTED: not installed, or a version that nibble does not
+ * know. */
 nb_status nbi_grammar_compiler_load(nbi_grammar_compiler *compiler, nb_error *err);
 /* After all grammars made with it are closed. */
 void nbi_grammar_compiler_close(nbi_grammar_compiler **compiler);
