@@ -143,6 +143,8 @@ typedef struct nb_engine_info {
     uint64_t weight_bytes;
     uint64_t kv_bytes;
     uint64_t workspace_bytes;
+    const int32_t *eos_ids; /* [n_eos] ids that end an answer */
+    uint32_t n_eos;
     bool has_tokenizer;
 } nb_engine_info;
 

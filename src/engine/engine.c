@@ -439,6 +439,8 @@ void nb_engine_get_info(const nb_engine *e, nb_engine_info *info)
                              .weight_bytes = nbi_model_weight_bytes(e->model),
                              .kv_bytes = e->kv.bytes,
                              .workspace_bytes = e->workspace_bytes,
+                             .eos_ids = c->eos,
+                             .n_eos = c->n_eos,
                              .has_tokenizer = e->tokenizer != NULL};
 }
 

@@ -5,6 +5,7 @@
 #include <string.h>
 
 #include "server/messages.h"
+#include "text/tool_schema.h"
 
 #define BUDGET_MIN 1024
 
@@ -310,6 +311,9 @@ static nb_status read_tool_choice(json_t *chat, const json_t *body, nbi_api_erro
         made = json_string("required");
     } else if (strcmp(type, "tool") == 0) {
         NB_TRY(nbi_field_need_str(&name, choice, "tool_choice", "name", e));
+        if (!nbi_tool_find(json_object_get(chat, "tools"), name, strlen(name))) {
+            return nbi_api_field(e, "tool_choice.name", "\"%.64s\" is not one of the tools", name);
+        }
         made = json_pack("{s:s, s:{s:s}}", "type", "function", "function", "name", name);
     } else {
         return refuse_type(e, "tool_choice", type, "auto, any, tool or none");

@@ -4,15 +4,36 @@
 
 #include "server/job.h"
 #include "server/messages.h"
+#include "text/tool_choice.h"
+
+/* The grammar of calls that have to come. */
+static nb_status force_calls(nbi_job *job, const nbi_tool_choice *choice, nbi_api_error *e)
+{
+    json_t *schema = nbi_tool_choice_schema(choice);
+    char *text = schema ? json_dumps(schema, JSON_COMPACT) : NULL;
+    size_t n = text ? strlen(text) : 0;
+    const char *source = text ? nbi_arena_strndup(&job->arena, text, n) : NULL;
+    json_decref(schema);
+    nbi_free(text); /* jansson allocates through base/mem.h */
+    if (!source) return nbi_api_fail(e, 503, NULL, NULL, "no memory for the tools");
+    job->forced_calls = true;
+    job->constraint = (nbi_constraint){
+        .field = "tool_choice", .kind = NBI_GRAMMAR_JSON_SCHEMA, .source = source, .n_source = n};
+    return NB_OK;
+}
 
 nb_status nbi_job_read_chat(nbi_job *job, const json_t *body, nbi_api_error *e)
 {
     const char *field = job->surface->prompt_field;
-    bool parallel = true;
+    char tool_field[96];
+    nbi_tool_choice choice;
+    nb_error err = {0};
     NB_TRY(nbi_chat_request_read(&job->chat, body, e));
-    NB_TRY(nbi_field_bool(&parallel, body, "", "parallel_tool_calls", e));
-    job->one_call = !parallel;
+    nb_status status = nbi_tool_choice_read(&choice, body, tool_field, &err);
+    if (status != NB_OK) return nbi_api_from(e, status, &err, tool_field);
+    job->one_call = !choice.parallel;
     job->tools = json_incref(json_object_get(job->chat, "tools"));
+    if (nbi_tool_choice_is_forced(&choice)) NB_TRY(force_calls(job, &choice, e));
     if (job->facts->has_chat) return NB_OK;
     return nbi_api_field(e, field, "this model cannot chat: %s", job->facts->no_chat);
 }
@@ -40,9 +61,12 @@ nb_status nbi_job_encode_chat(nbi_job *job, const json_t *body, nbi_api_error *e
 
 nb_status nbi_job_begin_chat(nbi_job *job, nbi_choice *c)
 {
-    nbi_reasoning_kind kind = job->separate_reasoning ? job->served->reasoning : NBI_REASONING_NONE;
+    nbi_tool_form form = job->forced_calls ? NBI_TOOL_FORM_JSON : job->served->tool_form;
+    /* forced calls begin behind the thinking, so that it has to be told apart */
+    bool split = job->separate_reasoning || job->forced_calls;
+    nbi_reasoning_kind kind = split ? job->served->reasoning : NBI_REASONING_NONE;
     nbi_reasoning_init(&c->splitter, kind, job->starts_in_reasoning);
-    return nbi_answer_init(&c->answer, job->served->tool_form, job->tools, job->one_call, NULL);
+    return nbi_answer_init(&c->answer, form, job->tools, job->one_call, NULL);
 }
 
 nb_status nbi_job_take_chat(nbi_job *job, nbi_choice *c, const nb_event *event)

@@ -5,6 +5,8 @@
 #include <string.h>
 #include <time.h>
 
+#include "base/log.h"
+
 /* ---------------------------------------------------------------- opening */
 
 static nb_status no_memory(nbi_api_error *e)
@@ -72,6 +74,33 @@ static nb_status make_choices(nbi_job *job, nbi_api_error *e)
     return NB_OK;
 }
 
+/* Thinking goes on as it likes; the grammar begins behind it. */
+static nb_status make_grammars(nbi_job *job, nbi_api_error *e)
+{
+    static const char close[] = "</think>", call[] = "<tool_call>";
+    const nbi_constraint *c = &job->constraint;
+    const nbi_tokenizer *tokenizer = job->served->text.tokenizer;
+    nbi_grammar_options options = {.after_think = -1};
+    nb_error err = {0};
+    if (!c->field) return NB_OK;
+    if (!job->served->grammars) {
+        return nbi_api_field(e, c->field, "this model has no tokenizer or no end token");
+    }
+    if (job->starts_in_reasoning) {
+        options.after_think = nbi_token_find(tokenizer, close, sizeof close - 1);
+        options.banned[0] = nbi_token_find(tokenizer, call, sizeof call - 1);
+        options.n_banned = options.banned[0] >= 0;
+    }
+    for (uint32_t i = 0; i < job->n_choices; i++) {
+        nb_status status = nbi_grammar_compile(&job->choices[i].grammar, job->served->grammars,
+                                               c->kind, c->source, c->n_source, &options, &err);
+        if (status == NB_OK) continue;
+        nbi_api_from(e, status, &err, c->field);
+        return e->http == 400 ? nbi_api_field(e, c->field, "%s", err.text) : NB_INTERNAL;
+    }
+    return NB_OK;
+}
+
 static void on_notify(void *user)
 {
     nbi_choice *choice = user;
@@ -89,7 +118,12 @@ static nb_status submit(nbi_job *job, nbi_choice *choice, nbi_api_error *e)
                                   .notify = on_notify,
                                   .notify_user = choice};
     nb_error err = {0};
+    nb_grammar hooks;
     nb_sampling *s = &options.sampling;
+    if (choice->grammar) {
+        hooks = nbi_grammar_hooks(choice->grammar);
+        options.grammar = &hooks;
+    }
     s->seed += choice->index % job->params.n;
     s->max_tokens = job->params.max_tokens;
     if (job->params.has_max_tokens && s->max_tokens == 0) s->max_tokens = 1; /* and is dropped */
@@ -122,6 +156,7 @@ nb_status nbi_job_open(nbi_job **out, const nbi_surface *surface, const nbi_serv
     NB_TRY_OR(status, check_prompts(job, e), fail);
     NB_TRY_OR(status, keep_stop_strings(job, e), fail);
     NB_TRY_OR(status, make_choices(job, e), fail);
+    NB_TRY_OR(status, make_grammars(job, e), fail);
     if (write_head(job) != NB_OK) {
         status = no_memory(e);
         goto fail;
@@ -143,6 +178,7 @@ void nbi_job_close(nbi_job **out)
     for (uint32_t i = 0; i < job->n_choices; i++) {
         nbi_choice *c = &job->choices[i];
         nb_request_close(&c->request);
+        nbi_grammar_close(&c->grammar); /* the engine asks it until the request is closed */
         nbi_buf_free(&c->text);
         nbi_answer_free(&c->answer);
         nbi_logprobs_free(&c->logprobs);
@@ -194,6 +230,8 @@ static void take_finish(nbi_job *job, nbi_choice *c, const nb_event *event)
     c->finish = event->finish;
     c->matched_id = event->matched_id;
     c->matched_string = event->matched_string;
+    const char *why = c->grammar ? nbi_grammar_failure(c->grammar) : NULL;
+    if (why) nbi_log(NB_LOG_WARN, "%s: an answer was ended early: %s", job->constraint.field, why);
     if (event->finish == NB_FINISH_ERROR) {
         nbi_api_fail(&e, 500, NULL, NULL, "%s", nb_request_error(c->request));
         nbi_job_fail(job, &e);

@@ -34,6 +34,7 @@ typedef struct nbi_choice {
     nbi_job *job;
     uint32_t index, prompt;
     nb_request *request;
+    nbi_grammar *grammar;  /* of the job's constraint */
     atomic_bool signalled; /* the engine has said that something can be read */
     bool opened;           /* stream: the first event was written */
     bool done;
@@ -47,6 +48,14 @@ typedef struct nbi_choice {
     bool has_reasoning;
     nbi_logprobs logprobs;
 } nbi_choice;
+
+/* What the whole answer (behind the thinking) has to match. */
+typedef struct nbi_constraint {
+    const char *field; /* of the request that asks for it; NULL: no constraint. Static */
+    nbi_grammar_kind kind;
+    const char *source; /* [n_source], in the job's arena */
+    size_t n_source;
+} nbi_constraint;
 
 /* What an API surface decides. */
 typedef struct nbi_surface {
@@ -95,7 +104,9 @@ struct nbi_job {
     bool starts_in_reasoning; /* chat: the prompt has opened the thinking */
     json_t *tools;            /* chat: those that may be called; NULL: none */
     bool one_call;            /* chat: calls after the first are left out */
-    void *state;              /* of the surface, in the arena */
+    bool forced_calls;        /* chat: the answer is the JSON list of calls that a grammar makes */
+    nbi_constraint constraint;
+    void *state; /* of the surface, in the arena */
     char id[NBI_ID_BYTES];
     int64_t created;     /* seconds since 1970 */
     nbi_prompt *prompts; /* [n_prompts], in the arena */

@@ -5,6 +5,7 @@
 #include <string.h>
 
 #include "text/chat.h"
+#include "text/tool_choice.h"
 
 #define NO_MEMORY(e) nbi_api_fail(e, 503, NULL, NULL, "no memory for the messages of this request")
 
@@ -87,35 +88,20 @@ static nb_status check_tool(const json_t *tool, size_t i, nbi_api_error *e)
     return nbi_field_object(&parameters, function, prefix, "parameters", e);
 }
 
-/* "none" hides the tools; forcing a call needs a grammar. */
-static nb_status read_tool_choice(bool *hide, const json_t *body, nbi_api_error *e)
-{
-    const json_t *choice = nbi_field(body, "tool_choice");
-    *hide = false;
-    if (!choice) return NB_OK;
-    const char *word = json_is_string(choice) ? json_string_value(choice) : "a named function";
-    if (!json_is_string(choice) && !json_is_object(choice)) {
-        return nbi_api_field(e, "tool_choice", "expected a string or an object, found %s",
-                             nbi_json_kind(choice));
-    }
-    *hide = strcmp(word, "none") == 0;
-    if (*hide || strcmp(word, "auto") == 0) return NB_OK;
-    return nbi_api_field(e, "tool_choice",
-                         "\"%.64s\" is not supported, this server knows \"auto\" and \"none\"",
-                         word);
-}
-
+/* The template sees the tools unless tool_choice is "none". */
 static nb_status read_tools(json_t **out, const json_t *body, nbi_api_error *e)
 {
     json_t *tools = NULL;
     const json_t *tool;
-    bool hide;
+    nbi_tool_choice choice;
+    nb_error err = {0};
+    char field[96];
     size_t i;
     NB_TRY(nbi_field_array(&tools, body, "", "tools", e));
-    NB_TRY(read_tool_choice(&hide, body, e));
-    if (!tools || json_array_size(tools) == 0) return NB_OK;
     json_array_foreach(tools, i, tool) NB_TRY(check_tool(tool, i, e));
-    if (!hide) *out = json_incref(tools);
+    nb_status status = nbi_tool_choice_read(&choice, body, field, &err);
+    if (status != NB_OK) return nbi_api_from(e, status, &err, field);
+    if (choice.mode != NBI_TOOL_CHOICE_NONE) *out = json_incref(choice.tools);
     return NB_OK;
 }
 

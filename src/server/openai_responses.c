@@ -28,6 +28,10 @@ static nb_status read_fields(nbi_job *job, const json_t *body, nbi_api_error *e)
         p->has_max_tokens = true;
         p->max_tokens = (uint32_t)max_tokens;
         p->max_tokens_field = "max_output_tokens";
+        if (p->sampling.min_tokens > p->max_tokens) {
+            return nbi_api_field(e, "min_tokens", "%u is more than max_output_tokens, %u",
+                                 p->sampling.min_tokens, p->max_tokens);
+        }
     }
     NB_TRY(nbi_field_int(&top_logprobs, body, "", "top_logprobs", 0, NB_TOP_LOGPROBS_MAX, e));
     if (top_logprobs) return nbi_api_field(e, "top_logprobs", "not supported by this server");

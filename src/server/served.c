@@ -154,6 +154,17 @@ static nb_status set_tool_form(nbi_served *s, const char *name, nb_error *err)
     return NB_OK;
 }
 
+/* The library itself is loaded by the first request that needs it. */
+static nb_status open_grammars(nbi_served *s, nb_error *err)
+{
+    if (!s->text.tokenizer || !s->info.n_eos) return NB_OK;
+    const nbi_grammar_setup setup = {.tokenizer = s->text.tokenizer,
+                                     .eos = s->info.eos_ids,
+                                     .n_eos = s->info.n_eos,
+                                     .vocab = s->info.vocab_size};
+    return nbi_grammar_compiler_open(&s->grammars, &setup, err);
+}
+
 static nb_status fill(nbi_served *s, const nbi_served_options *options, nb_error *err)
 {
     s->created = (int64_t)time(NULL);
@@ -168,6 +179,7 @@ static nb_status fill(nbi_served *s, const nbi_served_options *options, nb_error
     if (!s->facts.has_chat) nbi_log(NB_LOG_WARN, "no chat: %s", s->text.why);
     NB_TRY(set_reasoning(s, options->reasoning_parser, err));
     NB_TRY(set_tool_form(s, options->tool_parser, err));
+    NB_TRY(open_grammars(s, err));
     return set_names(s, options, err);
 }
 
@@ -195,6 +207,7 @@ void nbi_served_destroy(nbi_served **out)
 {
     nbi_served *s = *out;
     if (!s) return;
+    nbi_grammar_compiler_close(&s->grammars); /* it uses the tokenizer */
     nbi_served_text_close(&s->text);
     nbi_free(s->names);
     nbi_free(s);

@@ -7,6 +7,7 @@
 
 #include "server/sampling_params.h"
 #include "text/chat.h"
+#include "text/grammar.h"
 #include "text/tool.h"
 
 #ifdef __cplusplus
@@ -42,7 +43,8 @@ typedef struct nbi_served {
     nbi_served_text text;
     nbi_reasoning_kind reasoning;
     nbi_tool_form tool_form;
-    int64_t created; /* seconds since 1970 when it became ready */
+    nbi_grammar_compiler *grammars; /* NULL: no tokenizer or no end token */
+    int64_t created;                /* seconds since 1970 when it became ready */
     uint64_t id_key;
     const char **names;
 } nbi_served;

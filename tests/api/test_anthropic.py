@@ -4,8 +4,9 @@ import json
 
 import anthropic
 import httpx
+import jsonschema
 import pytest
-from tool_cases import ANTHROPIC_TOOLS, CASES, NO_CALL
+from tool_cases import ANTHROPIC_TOOLS, CASES, FORCED_SCHEMAS, NO_CALL
 
 ASK = [{"role": "user", "content": "What is 3+5?"}]
 OFF = {"type": "disabled"}
@@ -311,6 +312,8 @@ BAD = [
     ({"tools": ANTHROPIC_TOOLS, "tool_choice": "auto"}, "tool_choice"),
     ({"tools": ANTHROPIC_TOOLS, "tool_choice": {"type": "all"}}, "tool_choice.type"),
     ({"tools": ANTHROPIC_TOOLS, "tool_choice": {"type": "tool"}}, "tool_choice.name"),
+    ({"tools": ANTHROPIC_TOOLS, "tool_choice": {"type": "tool", "name": "other"}}, "tool_choice.name"),
+    ({"tool_choice": {"type": "any"}}, "tool_choice"),
     ({"output_config": {"effort": 3}}, "output_config.effort"),
 ]
 
@@ -380,10 +383,13 @@ def test_end_of_server_in_a_stream(serve, model, sanitized):
     assert server.stop(number=None) == 0
 
 
-def test_choice_forced_is_refused_or_obeyed(server, model):
-    """Without a grammar a call cannot be forced; the sentence says so."""
-    for choice in ({"type": "any"}, {"type": "tool", "name": "list_files"}):
-        body = {"model": model, "messages": ASK, "max_tokens": 100, "tools": ANTHROPIC_TOOLS, "tool_choice": choice}
-        reply = server.post("/v1/messages", body)
-        assert reply.status_code == 400
-        assert reply.json()["error"]["param"] == "tool_choice"
+def test_forced_use(claude, model):
+    pytest.importorskip("llguidance")
+    tools = [{"name": name, "input_schema": schema} for name, schema in FORCED_SCHEMAS.items()]
+    for name in (None, *FORCED_SCHEMAS):
+        choice = {"type": "tool", "name": name} if name else {"type": "any"}
+        reply = ask(claude, model, tools=tools, thinking=OFF, tool_choice={**choice, "disable_parallel_tool_use": True})
+        calls = calls_of(reply)
+        assert len(calls) == 1 and calls[0][0] in ([name] if name else FORCED_SCHEMAS)
+        jsonschema.validate(calls[0][1], FORCED_SCHEMAS[calls[0][0]])
+        assert [b.type for b in reply.content] == ["tool_use"] and reply.stop_reason == "tool_use"

@@ -105,7 +105,7 @@ def test_min_above_max(server):
     ("tools", [{"type": "retrieval"}], "tools[0].type"), ("tools", [{"type": "function", "function": {}}], "tools[0].function"),
     ("tools", [{"type": "function", "function": {"name": "f", "parameters": 3}}], "tools[0].function.parameters"),
     ("tool_choice", "required", "tool_choice"), ("tool_choice", 3, "tool_choice"),
-    ("tool_choice", {"type": "function", "function": {"name": "f"}}, "tool_choice"), ("chat_template", "{{ 1 }}", "chat_template"),
+    ("tool_choice", {"type": "function", "function": {"name": "f"}}, "tool_choice.function.name"), ("chat_template", "{{ 1 }}", "chat_template"),
     ("chat_template_kwargs", 3, "chat_template_kwargs"), ("chat_template_kwargs", {"enable_thinking": "no"}, "chat_template_kwargs.enable_thinking"),
     ("reasoning_effort", 3, "reasoning_effort"), ("thinking", "on", "thinking"), ("thinking", {"type": "maybe"}, "thinking.type"),
     ("enable_thinking", 0, "enable_thinking"), ("separate_reasoning", "x", "separate_reasoning"), ("continue_final_message", True, "continue_final_message"),

@@ -3,9 +3,10 @@
 import json
 
 import httpx
+import jsonschema
 import openai
 import pytest
-from tool_cases import CASES, NO_CALL, RESPONSES_TOOLS
+from tool_cases import CASES, FORCED_SCHEMAS, NO_CALL, RESPONSES_TOOLS
 
 ASK = "What is 3+5?"
 NO_THINKING = {"effort": "none"}
@@ -282,6 +283,17 @@ def test_choice_none_and_web_search(client, model):
     assert ask(client, model, tools=RESPONSES_TOOLS, max_output_tokens=1).usage.input_tokens > base
 
 
+def test_forced_calls(client, model):
+    pytest.importorskip("llguidance")
+    tools = [{"type": "function", "name": name, "parameters": schema} for name, schema in FORCED_SCHEMAS.items()]
+    for choice in ("required", *({"type": "function", "name": name} for name in FORCED_SCHEMAS)):
+        reply = ask(client, model, tools=tools, tool_choice=choice, parallel_tool_calls=False, reasoning=NO_THINKING)
+        calls = calls_of(reply)
+        assert len(calls) == 1 and calls[0][0] in (FORCED_SCHEMAS if choice == "required" else [choice["name"]])
+        jsonschema.validate(calls[0][1], FORCED_SCHEMAS[calls[0][0]])
+        assert [i.type for i in reply.output] == ["function_call"] and reply.status == "completed"
+
+
 # ---------------------------------------------------------------- errors
 
 USER = {"role": "user", "content": "x"}
@@ -313,6 +325,7 @@ BAD = [
     ({"max_output_tokens": 0}, "max_output_tokens"),
     ({"max_output_tokens": "x"}, "max_output_tokens"),
     ({"max_output_tokens": 10**9}, "max_output_tokens"),
+    ({"min_tokens": 9}, "min_tokens"),
     ({"temperature": -1}, "temperature"),
     ({"top_p": 2}, "top_p"),
     ({"stream": 1}, "stream"),

@@ -2,9 +2,10 @@
 
 import json
 
+import jsonschema
 import pytest
 from api_server import stream
-from tool_cases import CASES, CHAT_TOOLS, NO_CALL
+from tool_cases import CASES, CHAT_TOOLS, FORCED_SCHEMAS, NO_CALL
 
 THINKING_OFF = {"chat_template_kwargs": {"enable_thinking": False}}
 
@@ -196,6 +197,65 @@ def test_random_weights_never_fail(server, model):
         assert [calls[i] for i in sorted(calls)] == whole
         for _, arguments in whole:
             assert isinstance(json.loads(arguments), dict)
+
+
+FORCED_TOOLS = [{"type": "function", "function": {"name": name, "parameters": schema}} for name, schema in FORCED_SCHEMAS.items()]
+
+
+@pytest.mark.parametrize("extra", [None, THINKING_OFF, {"separate_reasoning": False}])
+@pytest.mark.parametrize("temperature, seed", [(0, 1), (1.5, 2), (1.5, 3)])
+def test_forced_calls(client, model, extra, temperature, seed):
+    """A grammar behind the thinking: at least one call, arguments that fit the schema, nothing else."""
+    pytest.importorskip("llguidance")
+    options = {"tools": FORCED_TOOLS, "tool_choice": "required", "max_tokens": 600, "temperature": temperature, "seed": seed,
+               "parallel_tool_calls": False}
+    choice = ask(client, model, "Pick one.", extra=extra, **options).choices[0]
+    if choice.finish_reason == "length":  # hot sampling may never end the thinking
+        assert temperature > 0 and not choice.message.tool_calls
+        return
+    assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
+    calls = calls_of(choice.message)
+    assert len(calls) == 1
+    jsonschema.validate(calls[0][1], FORCED_SCHEMAS[calls[0][0]])
+    content, streamed, finish = assemble(ask(client, model, "Pick one.", extra=extra, stream=True, **options))
+    assert [(name, json.loads(arguments)) for _, name, arguments in streamed] == calls
+    assert (content, finish) == ("", "tool_calls")
+
+
+@pytest.mark.parametrize("name", FORCED_SCHEMAS)
+def test_named_call(client, model, name):
+    pytest.importorskip("llguidance")
+    choice = ask(client, model, "Pick one.", tools=FORCED_TOOLS, extra=THINKING_OFF, parallel_tool_calls=False,
+                 tool_choice={"type": "function", "function": {"name": name}}).choices[0]
+    calls = calls_of(choice.message)
+    assert [c[0] for c in calls] == [name]
+    jsonschema.validate(calls[0][1], FORCED_SCHEMAS[name])
+
+
+def test_forced_calls_of_the_trained_model(client, model, trained):
+    """Several calls may come; each fits."""
+    pytest.importorskip("llguidance")
+    choice = ask(client, model, "Pick one.", tools=FORCED_TOOLS, tool_choice="required", max_tokens=400).choices[0]
+    for name, arguments in calls_of(choice.message)[:-1]:
+        jsonschema.validate(arguments, FORCED_SCHEMAS[name])
+    assert choice.message.tool_calls
+
+
+@pytest.mark.parametrize("fields, field", [
+    ({"tool_choice": "required"}, "tool_choice"),
+    ({"tools": FORCED_TOOLS, "tool_choice": "all"}, "tool_choice"),
+    ({"tools": FORCED_TOOLS, "tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice.function.name"),
+    ({"tools": FORCED_TOOLS, "tool_choice": {"type": "custom"}}, "tool_choice.type"),
+    ({"tools": FORCED_TOOLS, "parallel_tool_calls": 1}, "parallel_tool_calls"),
+    ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {
+        "x": {"type": "nothing"}}}}}], "tool_choice": "required"}, "tool_choice"),
+])
+def test_bad_choice(server, model, fields, field):
+    pytest.importorskip("llguidance")
+    reply = server.post("/v1/chat/completions", {"model": model, "messages": [{"role": "user", "content": "x"}], "max_tokens": 5, **fields})
+    assert reply.status_code == 400, reply.text
+    assert reply.json()["error"]["param"] == field
+    assert field in reply.json()["error"]["message"]
 
 
 def test_unknown_parser(serve):

@@ -26,3 +26,8 @@ CASES = [
      [("get_weather", {"city": "Paris"}), ("get_weather", {"city": "Rome"})]),
 ]
 NO_CALL = ("What is 3+5?", "8")
+
+# Functions whose calls end soon even where the model would not call them: for calls that a grammar forces.
+_PICK = {"pick_colour": {"colour": {"enum": ["red", "green", "blue"]}}, "pick_size": {"size": {"type": "integer", "minimum": 0, "maximum": 9}}}
+FORCED_SCHEMAS = {name: {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
+                  for name, properties in _PICK.items()}

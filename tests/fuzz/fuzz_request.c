@@ -61,9 +61,12 @@ static void check_error(const nbi_api_error *e)
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t n)
 {
     if (n < 1) return 0;
-    bool chat = data[0] & 1;
+    static const nbi_surface *const surfaces[] = {&nbi_surface_completions, &nbi_surface_chat,
+                                                  &nbi_surface_messages, &nbi_surface_count_tokens,
+                                                  &nbi_surface_responses};
+    const nbi_surface *surface = surfaces[data[0] % (sizeof surfaces / sizeof *surfaces)];
+    bool chat = surface != &nbi_surface_completions;
     char *text = nbi_strndup((const char *)data + 1, n - 1);
-    const nbi_surface *surface = chat ? &nbi_surface_chat : &nbi_surface_completions;
     nbi_job job = {.surface = surface, .facts = &facts};
     nbi_api_error e = {0};
     json_t *body = NULL;
@@ -76,6 +79,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t n)
     if (status != NB_OK) check_error(&e);
     json_decref(job.chat);
     json_decref(job.tools);
+    nbi_arena_free(&job.arena);
     json_decref(body);
     nbi_free(text);
     return 0;
