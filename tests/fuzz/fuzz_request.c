@@ -1,5 +1,5 @@
-/* Request bodies: parsing, validation and normalisation of both OpenAI surfaces, without an engine.
- * The first byte chooses the surface. */
+/* Request bodies: parsing, validation and normalisation of every API surface, without an engine.
+ * The first byte chooses the surface: '0' to '4'. */
 #include <string.h>
 
 #include "server/job.h"
@@ -47,12 +47,14 @@ static void check(const nbi_job *job, bool chat)
 }
 
 /* A refusal is a 4xx with a sentence, and prints as JSON. */
-static void check_error(const nbi_api_error *e)
+static void check_error(const nbi_surface *surface, const nbi_api_error *e)
 {
     nbi_buf text = {0};
     json_t *root = NULL;
     NB_ASSERT(e->http >= 400 && e->http < 500 && e->message[0]);
-    NB_ASSERT(nbi_api_error_json(&text, e) == NB_OK);
+    nb_status (*write)(nbi_buf *, const nbi_api_error *) =
+        surface->write_error ? surface->write_error : nbi_api_error_json;
+    NB_ASSERT(write(&text, e) == NB_OK);
     NB_ASSERT(nbi_json_parse(&root, text.data, text.len, "error", NULL) == NB_OK);
     json_decref(root);
     nbi_buf_free(&text);
@@ -64,7 +66,8 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t n)
     static const nbi_surface *const surfaces[] = {&nbi_surface_completions, &nbi_surface_chat,
                                                   &nbi_surface_messages, &nbi_surface_count_tokens,
                                                   &nbi_surface_responses};
-    const nbi_surface *surface = surfaces[data[0] % (sizeof surfaces / sizeof *surfaces)];
+    const nbi_surface *surface =
+        surfaces[(uint8_t)(data[0] - '0') % (sizeof surfaces / sizeof *surfaces)];
     bool chat = surface != &nbi_surface_completions;
     char *text = nbi_strndup((const char *)data + 1, n - 1);
     nbi_job job = {.surface = surface, .facts = &facts};
@@ -76,7 +79,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t n)
         status = surface->read(&job, body, &e);
         if (status == NB_OK) check(&job, chat);
     }
-    if (status != NB_OK) check_error(&e);
+    if (status != NB_OK) check_error(surface, &e);
     json_decref(job.chat);
     json_decref(job.tools);
     nbi_arena_free(&job.arena);
