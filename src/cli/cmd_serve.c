@@ -19,10 +19,10 @@ static const nbi_command command = {
     .name = "serve",
     .summary = "Serves a model over the OpenAI API.",
     .usage = "[--model DIR] [--host HOST] [--port N] [OPTIONS]",
-    .text = "Answers GET /health, GET /v1/models, POST /v1/completions and POST "
-            "/v1/chat/completions,\n"
-            "streaming and not. The port opens at once; until the model is loaded requests get "
-            "503 and\n"
+    .text = "Answers GET /health, GET /v1/models, POST /v1/completions, /v1/chat/completions,\n"
+            "/v1/responses, /v1/messages (Anthropic's) and /v1/messages/count_tokens, streaming "
+            "and not.\n"
+            "The port opens at once; until the model is loaded requests get 503 and\n"
             "/health shows how far it is. SIGINT or SIGTERM ends the server, a second one ends it "
             "at once.\n\n"
             "Example: nibble serve --port 8000\n"
