@@ -5,13 +5,14 @@
 
 #include "base/json.h"
 #include "cli/cli.h"
+#include "cli/default_model.h"
 #include "model/census.h"
 #include "moe/runner.h"
 
 static const nbi_command command = {
     .name = "inspect",
     .summary = "What a checkpoint holds, whether it is sound, and what can run it.",
-    .usage = "--model DIR [--json] [--verify]",
+    .usage = "[--model DIR] [--json] [--verify]",
     .text = "Reads configuration files and tensor headers, checks that every tensor the model "
             "needs is there in\n"
             "the right shape with its scales, and lists tensors that nothing reads. A checkpoint "
@@ -310,7 +311,8 @@ int nbi_cmd_inspect(int argc, char **argv)
     const char *dir = NULL;
     bool json = false, verify = false;
     const nbi_opt options[] = {
-        {"model", NBI_OPT_STRING, &dir, "DIR", "folder in Hugging Face layout", true},
+        {"model", NBI_OPT_STRING, &dir, "DIR",
+         "folder in Hugging Face layout (default: the embedded model)", false},
         {"json", NBI_OPT_FLAG, &json, NULL, "one JSON object instead of text", false},
         {"verify", NBI_OPT_FLAG, &verify, NULL,
          "read every scale and refuse NaN, infinite, negative and zero ones", false},
@@ -322,7 +324,10 @@ int nbi_cmd_inspect(int argc, char **argv)
     nbi_census census = {0};
     nbi_backend *backend = NULL;
     nb_error err;
+    char *found = NULL;
     const nbi_backend_options backend_options = {.cpu_level = nbi_cpu_detect()};
+    if (!dir && nbi_default_model(&found, &err) != NB_OK) return nbi_cli_fail(&command, &err);
+    if (found) dir = found;
     if (nbi_census_open(&census, dir, verify, &err) != NB_OK ||
         nbi_backend_open(&backend, "auto", &backend_options, &err) != NB_OK) {
         status = nbi_cli_fail(&command, &err);
@@ -337,5 +342,6 @@ int nbi_cmd_inspect(int argc, char **argv)
     }
     nbi_backend_close(&backend);
     nbi_census_close(&census);
+    nbi_free(found);
     return status;
 }
