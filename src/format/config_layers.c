@@ -70,8 +70,7 @@ static nb_status sparse_layers(nbi_config *c, const nbi_config_source *s)
     NB_TRY(nbi_config_count(&dense, s, "first_k_dense_replace", three ? 3 : 1, UINT32_MAX));
     NB_TRY(nbi_config_count(&freq, s, "moe_layer_freq", 1, 1024));
     if (!freq) return nbi_fail(s->err, NB_INVALID, "%s: moe_layer_freq is 0", s->name);
-    for (uint32_t i = 0; i < c->n_layers; i++)
-        c->layer_sparse[i] = i >= dense && i % freq == 0;
+    for (uint32_t i = 0; i < c->n_layers; i++) c->layer_sparse[i] = i >= dense && i % freq == 0;
     return NB_OK;
 }
 
