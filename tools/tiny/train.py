@@ -241,7 +241,7 @@ def main():
     p.add_argument("--seed", type=int, default=1)
     p.add_argument("--lr", type=float, default=1.5e-3)
     p.add_argument("--workers", type=int, default=14)
-    p.add_argument("--resume", metavar="FOLDER", help="BF16 checkpoint to continue from")
+    p.add_argument("--resume", metavar="FOLDER", help="checkpoint to continue from, BF16 or NVFP4")
     p.add_argument("--start-at", type=float, default=0.0, help="point of the schedule to start at, 0 … 1")
     p.add_argument("--stage", type=int, choices=(1, 2), default=1, help="mix of skills (corpus/stream.py)")
     p.add_argument("--max-steps", type=int)
