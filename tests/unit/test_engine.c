@@ -369,47 +369,60 @@ static void bad_requests_name_the_field(void **state)
     nb_engine_close(&e);
 }
 
-static void prompt_logprobs_and_tops(void **state)
+/* Runs a request with log-probabilities; checks what every event must hold; keeps its tokens'
+ * log-probabilities, prompt first. */
+static size_t run_logprobs(nb_engine *e, nb_request_options *o, int32_t *ids, float *logprobs)
 {
-    (void)state;
-    nb_engine *e = open_engine(models[1], 64, 2, 0);
-    int32_t prompt[128];
-    nb_request_options o = {.prompt = prompt, .n_prompt = make_prompt(prompt, 4)};
-    nb_sampling_default(e, &o.sampling);
-    o.sampling.temperature = 0;
-    o.sampling.max_tokens = 4;
-    o.sampling.ignore_eos = true;
-    o.sampling.n_logprobs = 5;
-    o.sampling.prompt_logprobs = true;
-    nb_request *r = NULL;
-    assert_int_equal(nb_request_submit(&r, e, &o, NULL), NB_OK);
-    size_t n_prompt = 0, n_answer = 0;
+    size_t n = 0;
     nb_event event = {0};
+    nb_request *r = NULL;
+    assert_int_equal(nb_request_submit(&r, e, o, NULL), NB_OK);
     while (event.finish == NB_FINISH_NONE) {
         bool worked;
-        nb_status st = nb_request_read(r, &event, 0, NULL);
-        if (st == NB_AGAIN) {
+        if (nb_request_read(r, &event, 0, NULL) == NB_AGAIN) {
             assert_int_equal(nb_engine_step(e, &worked, NULL), NB_OK);
             event.finish = NB_FINISH_NONE;
             continue;
         }
-        assert_int_equal(st, NB_OK);
-        if (event.is_prompt) {
-            assert_int_equal(event.id, prompt[n_prompt]);
-            assert_int_equal(event.has_logprob, n_prompt > 0);
-            n_prompt++;
-        } else {
-            n_answer++;
-            assert_int_equal(event.top[0].id, event.id); /* greedy */
+        assert_int_equal(event.is_prompt, n < o->n_prompt);
+        assert_int_equal(event.has_logprob, n > 0);
+        if (event.is_prompt) assert_int_equal(event.id, o->prompt[n]);
+        if (!event.is_prompt) { /* greedy */
+            assert_int_equal(event.top[0].id, event.id);
             assert_float_equal(event.top[0].logprob, event.logprob, 1e-6);
         }
         for (uint32_t i = 1; i < event.n_top; i++)
             assert_true(event.top[i].logprob <= event.top[i - 1].logprob);
         if (event.has_logprob) assert_true(event.logprob <= 0 && event.logprob >= -9999);
+        ids[n] = event.id;
+        logprobs[n++] = event.has_logprob ? event.logprob : 0;
     }
-    assert_int_equal(n_prompt, o.n_prompt);
-    assert_int_equal(n_answer, 4);
     nb_request_close(&r);
+    return n;
+}
+
+/* What an answer's tokens were given as log-probabilities they are given again as part of a prompt.
+ */
+static void prompt_logprobs_are_those_of_the_answer(void **state)
+{
+    (void)state;
+    nb_engine *e = open_engine(models[1], 16, 2, 0);
+    int32_t prompt[128], ids[256], again[256];
+    float first[256], second[256];
+    nb_request_options o = {.prompt = prompt, .n_prompt = make_prompt(prompt, 4)};
+    nb_sampling_default(e, &o.sampling);
+    o.sampling.temperature = 0;
+    o.sampling.max_tokens = 6;
+    o.sampling.ignore_eos = true;
+    o.sampling.n_logprobs = 5;
+    o.sampling.prompt_logprobs = true;
+    size_t n = run_logprobs(e, &o, ids, first);
+    assert_int_equal(n, o.n_prompt + 6);
+    o.prompt = ids;
+    o.n_prompt = n;
+    o.sampling.max_tokens = 1;
+    assert_int_equal(run_logprobs(e, &o, again, second), n + 1);
+    assert_memory_equal(first, second, n * sizeof *first);
     nb_engine_close(&e);
 }
 
@@ -741,7 +754,7 @@ int main(void)
         cmocka_unit_test(a_slow_reader_holds_only_itself),
         cmocka_unit_test(cancel_frees_pages_in_one_step),
         cmocka_unit_test(bad_requests_name_the_field),
-        cmocka_unit_test(prompt_logprobs_and_tops),
+        cmocka_unit_test(prompt_logprobs_are_those_of_the_answer),
         cmocka_unit_test(a_nan_fails_its_request_and_no_other),
         cmocka_unit_test(every_end_id_stops),
         cmocka_unit_test(penalties_and_bias),
