@@ -68,7 +68,7 @@ static nb_status read_text(nbi_buf *out, bool *has, const json_t *content, const
     json_array_foreach(content, i, block)
     {
         char at[NBI_PARAM_MAX];
-        const char *type, *text;
+        const char *type = "", *text;
         snprintf(at, sizeof at, "%.100s[%zu]", place, i);
         NB_TRY(block_type(&type, block, at, e));
         if (strcmp(type, "text") != 0) return refuse_type(e, at, type, "\"text\"");
@@ -122,7 +122,7 @@ static nb_status add_tool_result(turn *t, const json_t *block, const char *place
 
 static nb_status add_user_block(turn *t, const json_t *block, const char *place, nbi_api_error *e)
 {
-    const char *type, *text;
+    const char *type = "", *text;
     NB_TRY(block_type(&type, block, place, e));
     if (strcmp(type, "tool_result") == 0) return add_tool_result(t, block, place, e);
     if (strcmp(type, "text") != 0) return refuse_type(e, place, type, "text or tool_result");
@@ -150,7 +150,7 @@ static nb_status add_tool_use(turn *t, const json_t *block, const char *place, n
 static nb_status add_assistant_block(turn *t, const json_t *block, const char *place,
                                      nbi_api_error *e)
 {
-    const char *type, *text;
+    const char *type = "", *text;
     NB_TRY(block_type(&type, block, place, e));
     if (strcmp(type, "tool_use") == 0) return add_tool_use(t, block, place, e);
     if (strcmp(type, "redacted_thinking") == 0) return NB_OK;
