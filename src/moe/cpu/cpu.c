@@ -16,15 +16,10 @@
 
 #include "backend/cpu/cpu_kernels.h"
 #include "backend/cpu/linear.h"
-#include "moe/runners.h"
+#include "moe/mapped.h"
 
 #define CHUNK_ROWS 512u
 #define SERIAL     (1u << 15) /* values that the caller handles faster than a region starts */
-
-struct nbi_moe_layer {
-    nbi_moe_experts experts; /* views into `matrices` */
-    nbi_matrix *matrices;    /* [3 * n_experts] */
-};
 
 /* Slots of one expert. */
 typedef struct group {
@@ -123,37 +118,6 @@ static bool supports(const nbi_backend *b, const nbi_moe_shape *shape, char *why
         }
     }
     return true;
-}
-
-static void release(nbi_backend *b, nbi_moe_layer **layer)
-{
-    (void)b;
-    if (!*layer) return;
-    nbi_free((*layer)->matrices);
-    nbi_free(*layer);
-    *layer = NULL;
-}
-
-static nb_status prepare(nbi_backend *b, nbi_moe_layer **out, const nbi_moe_experts *e,
-                         nb_error *err)
-{
-    NB_TRY(nbi_moe_experts_check(e, err));
-    const size_t n = e->shape.n_experts;
-    nbi_moe_layer *l = nbi_calloc(1, sizeof *l);
-    if (l) l->matrices = nbi_calloc(3 * n, sizeof *l->matrices);
-    if (!l || !l->matrices) {
-        release(b, &l);
-        return nbi_fail(err, NB_NO_MEMORY, "layer %u: no memory for %zu experts", e->layer, n);
-    }
-    memcpy(l->matrices, e->gate, n * sizeof *e->gate);
-    memcpy(l->matrices + n, e->up, n * sizeof *e->up);
-    memcpy(l->matrices + 2 * n, e->down, n * sizeof *e->down);
-    l->experts = *e;
-    l->experts.gate = l->matrices;
-    l->experts.up = l->matrices + n;
-    l->experts.down = l->matrices + 2 * n;
-    *out = l;
-    return NB_OK;
 }
 
 static size_t workspace_bytes(const nbi_backend *b, const nbi_moe_shape *shape, uint32_t max_rows)
@@ -382,8 +346,8 @@ const nbi_moe_runner_ops nbi_moe_runner_cpu = {
     .name = "cpu",
     .summary = "rows grouped by expert, weights read once per step from the mapped file",
     .supports = supports,
-    .prepare = prepare,
-    .release = release,
+    .prepare = nbi_moe_mapped_prepare,
+    .release = nbi_moe_mapped_release,
     .workspace_bytes = workspace_bytes,
     .run = run,
 };

@@ -5,12 +5,7 @@
 #include <stdio.h>
 #include <string.h>
 
-#include "moe/runners.h"
-
-struct nbi_moe_layer {
-    nbi_moe_experts experts; /* arrays owned: one allocation of 3 n_experts matrices */
-    nbi_matrix *matrices;
-};
+#include "moe/mapped.h"
 
 /* One chosen expert of one row. */
 typedef struct scratch {
@@ -41,37 +36,6 @@ static bool supports(const nbi_backend *b, const nbi_moe_shape *shape, char *why
     snprintf(why, why_bytes, "runner reference runs on the CPU backend, this is %s",
              b->description);
     return false;
-}
-
-static void release(nbi_backend *b, nbi_moe_layer **layer)
-{
-    (void)b;
-    if (!*layer) return;
-    nbi_free((*layer)->matrices);
-    nbi_free(*layer);
-    *layer = NULL;
-}
-
-static nb_status prepare(nbi_backend *b, nbi_moe_layer **out, const nbi_moe_experts *e,
-                         nb_error *err)
-{
-    NB_TRY(nbi_moe_experts_check(e, err));
-    const size_t n = e->shape.n_experts;
-    nbi_moe_layer *l = nbi_calloc(1, sizeof *l);
-    if (l) l->matrices = nbi_calloc(3 * n, sizeof *l->matrices);
-    if (!l || !l->matrices) {
-        release(b, &l);
-        return nbi_fail(err, NB_NO_MEMORY, "layer %u: no memory for %zu experts", e->layer, n);
-    }
-    memcpy(l->matrices, e->gate, n * sizeof *e->gate);
-    memcpy(l->matrices + n, e->up, n * sizeof *e->up);
-    memcpy(l->matrices + 2 * n, e->down, n * sizeof *e->down);
-    l->experts = *e;
-    l->experts.gate = l->matrices;
-    l->experts.up = l->matrices + n;
-    l->experts.down = l->matrices + 2 * n;
-    *out = l;
-    return NB_OK;
 }
 
 static size_t workspace_bytes(const nbi_backend *b, const nbi_moe_shape *shape, uint32_t max_rows)
@@ -137,8 +101,8 @@ const nbi_moe_runner_ops nbi_moe_runner_reference = {
     .name = "reference",
     .summary = "plain C in double precision, one expert after the other: for checks",
     .supports = supports,
-    .prepare = prepare,
-    .release = release,
+    .prepare = nbi_moe_mapped_prepare,
+    .release = nbi_moe_mapped_release,
     .workspace_bytes = workspace_bytes,
     .run = run,
 };
