@@ -168,10 +168,10 @@ static nb_status open_all(score *s, nb_error *err)
 /* log softmax(logits)[id] */
 static double log_probability(const float *logits, uint32_t vocab, int32_t id)
 {
-    double top = logits[0], sum = 0;
+    double top = logits[0], sum = 0; /* sum ends at 1 or more: the largest gives exp(0) */
     for (uint32_t i = 1; i < vocab; i++) top = fmax(top, (double)logits[i]);
     for (uint32_t i = 0; i < vocab; i++) sum += exp((double)logits[i] - top);
-    return (double)logits[id] - top - log(sum);
+    return (double)logits[id] - top - log(fmax(sum, 1.0));
 }
 
 static nb_status each_position(void *user, uint32_t position, const float *logits, nb_error *err)

@@ -145,7 +145,7 @@ static nb_status read_tensors(nbi_st_reader *r, nbi_st_header *h, const uint8_t 
     if (nbi_st_peek(r) != '}') {
         do {
             const char *name;
-            uint64_t offsets[2];
+            uint64_t offsets[2] = {0, 0};
             NB_TRY(nbi_st_string(r, &name));
             if (!nbi_st_take(r, ':')) return nbi_st_bad(r, "expected :");
             if (!strcmp(name, "__metadata__")) {

@@ -197,6 +197,7 @@ static uint64_t bytes_per_token(const bench *b)
         return nbi_model_token_bytes(b->model, o->batch, o->context + o->tokens / 2, o->kv_dtype) /
                o->batch;
     const uint32_t rows = o->tokens < o->chunk ? o->tokens : o->chunk;
+    NB_ASSERT(rows > 0); /* check_options() */
     /* The cache is read once per chunk, not once per row: left out, it is small beside the weights.
      */
     return nbi_model_token_bytes(b->model, rows, 0, o->kv_dtype) / rows;

@@ -68,7 +68,7 @@ static nb_status read_text(nbi_buf *out, bool *has, const json_t *content, const
     json_array_foreach(content, i, block)
     {
         char at[NBI_PARAM_MAX];
-        const char *type = "", *text;
+        const char *type = "", *text = NULL;
         snprintf(at, sizeof at, "%.100s[%zu]", place, i);
         NB_TRY(block_type(&type, block, at, e));
         if (strcmp(type, "text") != 0) return refuse_type(e, at, type, "\"text\"");

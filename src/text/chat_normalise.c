@@ -83,7 +83,7 @@ static nb_status normalise_reasoning(json_t *message, const char *place, nb_erro
         return no_memory(err);
     if (reasoning) (void)json_object_del(message, "reasoning");
     content = json_object_get(message, "reasoning_content");
-    if (content && json_is_null(content))
+    if (json_is_null(content)) /* false for NULL */
         (void)json_object_del(message, "reasoning_content");
     else if (content && !json_is_string(content))
         return nbi_fail(err, NB_INVALID, "%s.reasoning_content is neither a string nor null",

@@ -128,6 +128,7 @@ static nb_status new_node(node **out, ebnf *e, node_kind kind)
 
 static void add_child(node *parent, node *child)
 {
+    NB_ASSERT(child);
     *parent->last = child;
     parent->last = &child->next;
 }
@@ -211,7 +212,7 @@ static nb_status read_class(node **out, ebnf *e)
     }
     if (peek(e) == ']') return bad(e, "a class [...] is empty");
     while (peek(e) != ']') {
-        uint32_t from, to;
+        uint32_t from = 0, to = 0;
         NB_TRY(read_char(&from, e));
         NB_TRY(nbi_buf_addf(&e->scratch, "\\x{%x}", from));
         if (peek(e) != '-' || e->end - e->at < 2 || e->at[1] == ']') continue;
@@ -319,7 +320,7 @@ static nb_status read_sequence(node **out, ebnf *e, unsigned depth)
     for (;;) {
         skip_space(e);
         if (e->at == e->end || *e->at == '|' || *e->at == ')' || at_definition(e)) return NB_OK;
-        node *item;
+        node *item = NULL;
         NB_TRY(read_atom(&item, e, depth));
         NB_TRY(read_repeats(&item, e));
         add_child(*out, item);

@@ -73,6 +73,7 @@ static nb_status check_multiple(schema_walk *w, double value)
     }
     for (; digits % 10 == 0 && exponent < 0; exponent++) digits /= 10;
     for (; exponent > 0 && digits <= MULTIPLE_MAX; exponent--) digits *= 10;
+    NB_ASSERT(digits > 0); /* multipleOf is positive */
     uint64_t a = w->multiple ? w->multiple : digits, b = digits;
     if (!w->multiple || exponent < w->min_exponent) w->min_exponent = exponent;
     if (!w->multiple || exponent > w->max_exponent) w->max_exponent = exponent;

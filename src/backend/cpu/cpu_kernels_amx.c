@@ -288,6 +288,7 @@ static void mix_amx(float *out, size_t ldo, const float *p, size_t ldp, uint32_t
     for (uint32_t i = 0; i < n_p; i += MIX_X) {
         const uint32_t ni = n_p - i < MIX_X ? n_p - i : MIX_X;
         /* Tiles of equal height: the time of a tile product is that of its rows. */
+        /* cppcheck-suppress zerodiv ; ni is 1 or more: the loop ends at n_p */
         const uint32_t tiles = (ni + TR - 1) / TR, height = (ni + tiles - 1) / tiles;
         configure(height);
         for (uint32_t j = 0; j < n_rows; j += MIX_ROWS)
