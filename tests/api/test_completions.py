@@ -255,7 +255,8 @@ def test_first_of_several_stops(client, model):
 
 def test_stop_token_id(server, model):
     """An id ends the answer and is reported; it is found by asking with ever shorter lists of ids."""
-    body = {"model": model, "prompt": [10, 11, 12], "max_tokens": 3, "temperature": 0, "ignore_eos": True, "logprobs": 0}
+    body = {"model": model, "prompt": [10, 11, 12], "max_tokens": 3, "temperature": 0, "ignore_eos": True, "logprobs": 0,
+            "skip_special_tokens": False}
 
     def ask(ids):
         return server.post("/v1/completions", {**body, "stop_token_ids": ids}).json()
