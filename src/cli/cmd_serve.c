@@ -82,6 +82,7 @@ static void let_signals_kill(const sigset_t *set)
 {
     signal(SIGINT, SIG_DFL);
     signal(SIGTERM, SIG_DFL);
+    signal(SIGUSR1, SIG_IGN); /* the loader may still say that it is done */
     pthread_sigmask(SIG_UNBLOCK, set, NULL);
 }
 
