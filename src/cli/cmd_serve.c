@@ -103,8 +103,10 @@ static int wait_for_end(serving *s, const sigset_t *set)
         nbi_log(NB_LOG_INFO, "%s: ending", number == SIGINT ? "SIGINT" : "SIGTERM");
         let_signals_kill(set);
         nbi_server_stop(s->server, STOP_WAIT_MS);
-        if (!joined && pthread_tryjoin_np(s->loader, NULL) != 0)
-            _exit(NBI_EXIT_OK); /* the loader cannot be stopped, and has nothing to save */
+        if (!joined) { /* the loader cannot be stopped, and has nothing to save */
+            pthread_detach(s->loader);
+            _exit(NBI_EXIT_OK);
+        }
         return NBI_EXIT_OK;
     }
 }
