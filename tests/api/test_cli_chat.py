@@ -105,6 +105,7 @@ def test_interrupt(nibble_bin, model_dir):
             pytest.skip("every answer ended by itself")
         t.send(b"/reset\n")
         t.wait_for(r"> $")
+        time.sleep(0.5) # the prompt is shown a moment before the program waits for a line
         os.kill(t.pid, signal.SIGINT)
         assert t.status() == 0
     finally:
