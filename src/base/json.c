@@ -131,8 +131,9 @@ nb_status nbi_json_load(json_t **out, const char *path, size_t max_bytes, nb_err
     return st;
 }
 
-static const char *type_name(const json_t *value)
+const char *nbi_json_kind(const json_t *value)
 {
+    if (!value) return "nothing";
     switch (json_typeof(value)) {
     case JSON_OBJECT: return "an object";
     case JSON_ARRAY: return "an array";
@@ -156,8 +157,8 @@ static const json_t *member(const json_t *obj, const char *key)
 static nb_status wrong_type(nb_error *err, const json_t *value, const char *key, const char *name,
                             const char *expected)
 {
-    return nbi_fail(err, NB_INVALID, "%s: \"%s\" is %s, expected %s", name, key, type_name(value),
-                    expected);
+    return nbi_fail(err, NB_INVALID, "%s: \"%s\" is %s, expected %s", name, key,
+                    nbi_json_kind(value), expected);
 }
 
 nb_status nbi_json_u32(uint32_t *out, const json_t *obj, const char *key, const char *name,

@@ -32,6 +32,9 @@ nb_status nbi_json_bool(bool *out, const json_t *obj, const char *key, const cha
 nb_status nbi_json_str(const char **out, const json_t *obj, const char *key, const char *name,
                        nb_error *err);
 
+/* "an integer", "a string": what errors call a value's type; "nothing" for NULL. */
+const char *nbi_json_kind(const json_t *value);
+
 /* Appends `s` as a JSON string with quotes; invalid UTF-8 becomes U+FFFD. */
 nb_status nbi_json_quote(nbi_buf *buf, const char *s, size_t n);
 

@@ -13,21 +13,6 @@ json_t *nbi_field(const json_t *obj, const char *key)
     return json_is_null(value) ? NULL : value;
 }
 
-const char *nbi_json_kind(const json_t *value)
-{
-    switch (json_typeof(value)) {
-    case JSON_OBJECT: return "an object";
-    case JSON_ARRAY: return "an array";
-    case JSON_STRING: return "a string";
-    case JSON_INTEGER: return "an integer";
-    case JSON_REAL: return "a number";
-    case JSON_TRUE:
-    case JSON_FALSE: return "a boolean";
-    case JSON_NULL: return "null";
-    }
-    return "unknown";
-}
-
 static nb_status wrong_type(nbi_api_error *e, const char *param, const json_t *value,
                             const char *expected)
 {

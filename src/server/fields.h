@@ -15,9 +15,6 @@ extern "C" {
 /* The member, or NULL when it is absent or null. Borrowed. */
 json_t *nbi_field(const json_t *obj, const char *key);
 
-/* "an integer", "a string": what errors call a value's type. */
-const char *nbi_json_kind(const json_t *value);
-
 nb_status nbi_field_bool(bool *out, const json_t *obj, const char *prefix, const char *key,
                          nbi_api_error *e);
 /* Takes 3 and 3.0, refuses 3.5 and everything outside [min, max]. */

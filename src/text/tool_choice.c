@@ -35,22 +35,6 @@ static void place(char *field, const char *fmt, ...)
     va_end(args);
 }
 
-static const char *kind_name(const json_t *value)
-{
-    if (!value) return "nothing";
-    switch (json_typeof(value)) {
-    case JSON_OBJECT: return "an object";
-    case JSON_ARRAY: return "an array";
-    case JSON_STRING: return "a string";
-    case JSON_INTEGER: return "an integer";
-    case JSON_REAL: return "a number";
-    case JSON_TRUE:
-    case JSON_FALSE: return "a boolean";
-    case JSON_NULL: return "null";
-    }
-    return "something else";
-}
-
 static json_t *member(const json_t *object, const char *key)
 {
     json_t *value = json_object_get(object, key);
@@ -62,7 +46,7 @@ static json_t *member(const json_t *object, const char *key)
 static nb_status check_name(const json_t *name, const char *field, nb_error *err)
 {
     if (!json_is_string(name))
-        return refuse(err, field, "expected a string, found %s", kind_name(name));
+        return refuse(err, field, "expected a string, found %s", nbi_json_kind(name));
     size_t n = json_string_length(name);
     const char *s = json_string_value(name);
     if (n == 0 || n > NAME_MAX_BYTES)
@@ -77,17 +61,17 @@ static nb_status check_tool(const json_t *tool, size_t i, char *field, nb_error 
 {
     place(field, "tools[%zu]", i);
     if (!json_is_object(tool))
-        return refuse(err, field, "expected an object, found %s", kind_name(tool));
+        return refuse(err, field, "expected an object, found %s", nbi_json_kind(tool));
     const json_t *type = member(tool, "type"), *function = member(tool, "function");
     const char *inner = function ? ".function" : "";
     place(field, "tools[%zu].type", i);
     if (type && !json_is_string(type))
-        return refuse(err, field, "expected a string, found %s", kind_name(type));
+        return refuse(err, field, "expected a string, found %s", nbi_json_kind(type));
     if (type && strcmp(json_string_value(type), "function") != 0)
         return refuse(err, field, "is \"%.40s\", expected \"function\"", json_string_value(type));
     place(field, "tools[%zu].function", i);
     if (function && !json_is_object(function))
-        return refuse(err, field, "expected an object, found %s", kind_name(function));
+        return refuse(err, field, "expected an object, found %s", nbi_json_kind(function));
     if (!function && !member(tool, "name")) return refuse(err, field, "is missing");
     if (!function) function = tool;
     place(field, "tools[%zu]%s.name", i, inner);
@@ -95,7 +79,7 @@ static nb_status check_tool(const json_t *tool, size_t i, char *field, nb_error 
     const json_t *parameters = member(function, "parameters");
     place(field, "tools[%zu]%s.parameters", i, inner);
     if (parameters && !json_is_object(parameters))
-        return refuse(err, field, "expected an object, found %s", kind_name(parameters));
+        return refuse(err, field, "expected an object, found %s", nbi_json_kind(parameters));
     return NB_OK;
 }
 
@@ -107,7 +91,7 @@ static nb_status read_tools(json_t **out, const json_t *body, char *field, nb_er
     place(field, "tools");
     if (!tools) return NB_OK;
     if (!json_is_array(tools))
-        return refuse(err, field, "expected an array, found %s", kind_name(tools));
+        return refuse(err, field, "expected an array, found %s", nbi_json_kind(tools));
     if (json_array_size(tools) > NBI_TOOLS_MAX)
         return refuse(err, field, "expected at most %d, found %zu", NBI_TOOLS_MAX,
                       json_array_size(tools));
@@ -144,11 +128,11 @@ static nb_status read_named(nbi_tool_choice *c, const json_t *choice, char *fiel
         return json_is_string(type)
                    ? refuse(err, field, "is \"%.40s\", expected \"function\"",
                             json_string_value(type))
-                   : refuse(err, field, "expected \"function\", found %s", kind_name(type));
+                   : refuse(err, field, "expected \"function\", found %s", nbi_json_kind(type));
     }
     place(field, "tool_choice.function");
     if (function && !json_is_object(function))
-        return refuse(err, field, "expected an object, found %s", kind_name(function));
+        return refuse(err, field, "expected an object, found %s", nbi_json_kind(function));
     place(field, function ? "tool_choice.function.name" : "tool_choice.name");
     const json_t *name = member(function ? function : choice, "name");
     NB_TRY(check_name(name, field, err));
@@ -175,11 +159,12 @@ nb_status nbi_tool_choice_read(nbi_tool_choice *out, const json_t *body, char fi
     } else if (json_is_object(choice)) {
         NB_TRY(read_named(&c, choice, field, err));
     } else if (choice) {
-        return refuse(err, field, "expected a string or an object, found %s", kind_name(choice));
+        return refuse(err, field, "expected a string or an object, found %s",
+                      nbi_json_kind(choice));
     }
     place(field, "parallel_tool_calls");
     if (parallel && !json_is_boolean(parallel))
-        return refuse(err, field, "expected a boolean, found %s", kind_name(parallel));
+        return refuse(err, field, "expected a boolean, found %s", nbi_json_kind(parallel));
     if (parallel) c.parallel = json_is_true(parallel);
     field[0] = '\0';
     *out = c;
