@@ -211,6 +211,8 @@ typedef struct nb_logit_bias {
     float bias; /* added to the logit, -100 to 100 */
 } nb_logit_bias;
 
+#define NB_GRAMMAR_ROLLBACK_MAX 8
+
 /* A constraint on what may be generated: bits over the vocabulary before every token. Called from
  * the engine's thread, in the token loop: must not allocate through nibble and should take well
  * under a millisecond. */
@@ -220,6 +222,9 @@ typedef struct nb_grammar {
      * before. At least one must be allowed. */
     void (*mask)(void *user, uint32_t *bits, size_t n_words);
     void (*accept)(void *user, int32_t id); /* this token was chosen */
+    /* Optional: takes back the last n <= NB_GRAMMAR_ROLLBACK_MAX tokens accepted. Without it
+     * speculative decoding makes no drafts for the request. */
+    void (*rollback)(void *user, uint32_t n);
 } nb_grammar;
 
 /* How tokens are chosen. nb_sampling_default() fills in the model's generation_config. */

@@ -67,6 +67,32 @@ void nbi_step_batch_clear(nbi_step_batch *b)
     b->seq_logit[0] = 0;
 }
 
+const uint32_t *nbi_request_mask(nb_request *r, uint32_t i)
+{
+    uint32_t *mask = r->masks + (size_t)i * r->mask_words;
+    if (i < r->n_masks) return mask;
+    NB_ASSERT(i == r->n_masks);
+    memset(mask, 0, r->mask_words * sizeof *mask);
+    r->grammar.mask(r->grammar.user, mask, r->mask_words);
+    r->n_masks++;
+    return mask;
+}
+
+/* Where a grammar leaves nothing but the end, the end is not banned. */
+static bool only_ends(const nb_request *r, const uint32_t *mask)
+{
+    uint32_t n_allowed = 0, n_ends = 0;
+    for (uint32_t i = 0; i < r->mask_words && n_allowed <= r->n_end_ids; i++)
+        n_allowed += (uint32_t)__builtin_popcount(mask[i]);
+    for (uint32_t i = 0; i < r->n_end_ids; i++) {
+        uint32_t id = (uint32_t)r->end_ids[i];
+        bool again = false;
+        for (uint32_t k = 0; k < i; k++) again = again || r->end_ids[k] == r->end_ids[i];
+        n_ends += !again && id / 32 < r->mask_words && (mask[id / 32] >> id % 32 & 1u);
+    }
+    return n_allowed == n_ends;
+}
+
 /* Row `row` at position p: are its logits wanted, and for what? Fills the sample row. */
 static void add_logit_row(nbi_step_batch *b, nb_request *r, uint32_t row, uint32_t p)
 {
@@ -92,12 +118,9 @@ static void add_logit_row(nbi_step_batch *b, nb_request *r, uint32_t row, uint32
     }
     b->sample_rows[i].adjust = r->penalties.adjust;
     b->sample_rows[i].n_adjust = r->penalties.n;
-    if (r->mask) {
-        memset(r->mask, 0, r->mask_words * sizeof *r->mask);
-        r->grammar.mask(r->grammar.user, r->mask, r->mask_words);
-        b->sample_rows[i].mask = r->mask;
-    }
-    if (p + 1 - r->n_prompt < s->min_tokens) {
+    const uint32_t *mask = r->masks ? nbi_request_mask(r, p + 1 - r->n_tokens) : NULL;
+    b->sample_rows[i].mask = mask;
+    if (p + 1 - r->n_prompt < s->min_tokens && !(mask && only_ends(r, mask))) {
         b->sample_rows[i].banned = r->end_ids;
         b->sample_rows[i].n_banned = r->n_end_ids;
     }

@@ -9,14 +9,19 @@
  *
  * Position t of the layer's cache holds what token t + 1 and hidden state t give. The last slot of
  * a page therefore knows the token behind the page; after a prefix hit it may know another
- * request's. That can cost a draft, never a token. */
+ * request's. That can cost a draft, never a token.
+ *
+ * Under a grammar each draft is drawn from what the grammar allows, which then accepts it for the
+ * time being; the masks found on the way are those that the verification needs. At the end all
+ * drafts are taken back. */
 #include "engine/engine.h"
 
 /* Few drafts pay when many requests share a step: each costs a row of work, and the step reads most
  * experts anyway. */
 static uint32_t drafts_for(const nb_engine *e, const nb_request *r)
 {
-    if (r->penalties.index || r->mask) return 0; /* each token changes what the next may be */
+    if (r->penalties.index) return 0; /* each token changes what the next may be */
+    if (r->masks && !r->grammar.rollback) return 0;
     uint32_t k = e->n_draft_steps;
     for (uint32_t running = 8; running < e->n_running; running *= 2) k /= 2;
     uint32_t left =
@@ -52,6 +57,24 @@ static void add_rows(nbi_step_batch *b, nb_request *r, uint32_t from, uint32_t r
     b->logit_rows[l] = (int32_t)(b->view.n_rows - 1);
     b->logit_fault[l] = 0;
     b->sample_rows[l] = (nbi_sample_row){.top_p = 1, .n_logprobs = -1}; /* greedy */
+    if (r->masks) b->sample_rows[l].mask = nbi_request_mask(r, r->n_drafts);
+}
+
+static void add_draft(nb_request *r, int32_t id)
+{
+    r->drafts[r->n_drafts++] = id;
+    if (!r->masks) return;
+    r->grammar.accept(r->grammar.user, id);
+    (void)nbi_request_mask(r, r->n_drafts);
+}
+
+/* The drafts are only guesses: grammars forget them. */
+static void take_back(const nbi_step_batch *main)
+{
+    for (uint32_t s = 0; s < main->view.n_seqs; s++) {
+        nb_request *r = main->seqs[s];
+        if (r && r->masks && r->n_drafts) r->grammar.rollback(r->grammar.user, r->n_drafts);
+    }
 }
 
 /* Runs the pass and appends a draft to every request that wanted one. */
@@ -64,8 +87,7 @@ static nb_status run(nb_engine *e, bool from_draft, nb_error *err)
     b->seq_logit[b->view.n_seqs] = b->view.n_logit_rows;
     for (uint32_t s = 0; s < b->view.n_seqs; s++) {
         nb_request *r = b->seqs[s];
-        if (b->seq_logit[s + 1] > b->seq_logit[s])
-            r->drafts[r->n_drafts++] = b->sample_out[b->seq_logit[s]].id;
+        if (b->seq_logit[s + 1] > b->seq_logit[s]) add_draft(r, b->sample_out[b->seq_logit[s]].id);
     }
     return NB_OK;
 }
@@ -110,5 +132,6 @@ nb_status nbi_engine_draft(nb_engine *e, nb_error *err)
         NB_TRY(run(e, j > 1, err));
         add_continuing(&e->drafting, j);
     }
+    take_back(&e->batch);
     return NB_OK;
 }

@@ -25,7 +25,7 @@ extern "C" {
  */
 #define NBI_PROMPT_LOGIT_ROWS 32u
 
-#define NBI_DRAFTS_MAX        8u
+#define NBI_DRAFTS_MAX        8u /* NB_GRAMMAR_ROLLBACK_MAX at most */
 
 /* One event in the ring; its text lies in the request's text ring. */
 typedef struct nbi_event_slot {
@@ -66,7 +66,9 @@ struct nb_request {
     bool admitted; /* once */
     nbi_penalties penalties;
     nb_grammar grammar; /* mask NULL: none */
-    uint32_t *mask;     /* [mask_words] of the next token */
+    uint32_t
+        *masks; /* [1 + drafts at most][mask_words] of the next token and those behind drafts */
+    uint32_t n_masks; /* of them known; 0 after every token */
     uint32_t mask_words;
     uint32_t rows;       /* rows in the batch being run */
     nbi_decoder decoder; /* bytes -> whole characters */
@@ -153,6 +155,12 @@ void nbi_step_batch_add(nbi_step_batch *batch, nb_request *r, uint32_t rows);
 nb_status nbi_engine_step_once(nb_engine *e, bool *worked, nb_error *err);
 /* Samples the batch's logit rows into sample_out. */
 nb_status nbi_engine_sample(nb_engine *e, nbi_step_batch *b, float *logits, nb_error *err);
+
+/* ---- batch.c */
+
+/* The mask of the next token, or with i > 0 of the token behind i drafts: those have been accepted
+ * by the grammar for a while, and masks come in order. Needs r->masks. */
+const uint32_t *nbi_request_mask(nb_request *r, uint32_t i);
 
 /* ---- draft.c: the step's */
 nb_status nbi_engine_draft(nb_engine *e, nb_error *err);

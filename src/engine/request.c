@@ -126,8 +126,9 @@ static nb_status take_constraints(nb_request *r, const nb_engine *e, const nb_re
     if (!o->grammar) return NB_OK;
     r->grammar = *o->grammar;
     r->mask_words = (vocab + 31) / 32;
-    r->mask = nbi_calloc(r->mask_words, sizeof *r->mask);
-    return r->mask ? NB_OK : nbi_fail(err, NB_NO_MEMORY, "request: out of memory");
+    uint32_t n = 1 + (r->grammar.rollback ? e->n_draft_steps : 0);
+    r->masks = nbi_calloc((size_t)n * r->mask_words, sizeof *r->masks);
+    return r->masks ? NB_OK : nbi_fail(err, NB_NO_MEMORY, "request: out of memory");
 }
 
 static nb_status fill(nb_request *r, nb_engine *e, const nb_request_options *o, nb_error *err)
@@ -163,7 +164,7 @@ static void destroy(nb_request *r)
     pthread_cond_destroy(&r->readable);
     nbi_stop_destroy(&r->stop);
     nbi_penalties_deinit(&r->penalties);
-    nbi_free(r->mask);
+    nbi_free(r->masks);
     nbi_free(r->tokens);
     nbi_free(r->pages);
     nbi_free(r->ring);
