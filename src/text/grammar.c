@@ -12,7 +12,10 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/resource.h>
+#include <sys/syscall.h>
 #include <time.h>
+#include <unistd.h>
 
 #include "base/clock.h"
 #include "base/log.h"
@@ -25,18 +28,29 @@
 #define NO_TOKEN_BYTE   0xff /* the library: a name follows that no text matches */
 #define MESSAGE_BYTES   512
 #define LEXER_FUEL      1000000u /* compilation: 20 ms of building expressions */
-#define STEP_FUEL       200000u  /* a mask: 14 ms at worst */
-#define STEP_ITEMS      50000u   /* a mask: 3 ms at worst */
-#define LEXER_STATES    50000u   /* of one request */
+#define COMPILE_NICE    5
+#define STEP_FUEL       200000u /* a mask: 14 ms at worst */
+#define STEP_ITEMS      50000u  /* a mask: 3 ms at worst */
+#define LEXER_STATES    50000u  /* of one request */
 #define GRAMMAR_SYMBOLS 200000u
 
+/* What a source came to: a matcher, or why there is none. */
 typedef struct cache_entry {
     nbi_grammar_kind kind;
     char *source; /* NULL: free */
     size_t n;
     uint64_t used; /* of compiler.clock */
     nbi_llg_matcher *matcher;
+    nb_error *refusal;
 } cache_entry;
+
+/* A compilation that its caller waits for; lies on the caller's stack. */
+typedef struct flight {
+    nbi_grammar_kind kind;
+    const char *source;
+    size_t n;
+    struct flight *next;
+} flight;
 
 struct nbi_grammar_compiler {
     const nbi_tokenizer *tokenizer;
@@ -54,17 +68,30 @@ struct nbi_grammar_compiler {
     nbi_llg_tokenizer *vocabulary;
 
     pthread_mutex_t cache_lock;
+    pthread_cond_t landed;
+    flight *flights;
     uint64_t clock;
     cache_entry cache[NBI_GRAMMAR_CACHED_MAX];
 };
 
-typedef enum phase { PHASE_THINKING, PHASE_TEXT, PHASE_ENDED } phase;
+typedef enum phase { PHASE_THINKING, PHASE_TEXT, PHASE_FREE, PHASE_ENDED } phase;
+
+/* Where an answer stands beside the matcher. */
+typedef struct place {
+    phase phase;
+    bool begun;    /* the matcher was given a token */
+    bool thought;  /* reasoning was opened, or cannot be any more */
+    bool consumed; /* by the token that led here: the matcher has to give it back */
+    bool failed;
+} place;
 
 struct nbi_grammar {
     const nbi_grammar_compiler *compiler;
     nbi_llg_matcher *matcher;
     nbi_grammar_options options;
-    phase phase;
+    place now;
+    place undo[NB_GRAMMAR_ROLLBACK_MAX]; /* ring: places before the last tokens */
+    uint32_t n_accepted;
     atomic_bool failed;
     char failure[256]; /* written before `failed` */
     uint32_t mask[];   /* [words of n_tokens] */
@@ -135,6 +162,7 @@ nb_status nbi_grammar_compiler_open(nbi_grammar_compiler **out, const nbi_gramma
     if (!c) return nbi_fail(err, NB_NO_MEMORY, "grammars: out of memory");
     pthread_mutex_init(&c->load_lock, NULL);
     pthread_mutex_init(&c->cache_lock, NULL);
+    pthread_cond_init(&c->landed, NULL);
     c->tokenizer = setup->tokenizer;
     c->vocab = vocab;
     c->n_tokens = size < vocab ? size : vocab;
@@ -154,17 +182,21 @@ nb_status nbi_grammar_compiler_open(nbi_grammar_compiler **out, const nbi_gramma
     return NB_OK;
 }
 
+static void free_entry(const nbi_grammar_compiler *c, cache_entry *e)
+{
+    if (e->matcher) c->llg->free_matcher(e->matcher);
+    nbi_free(e->refusal);
+    nbi_free(e->source);
+}
+
 void nbi_grammar_compiler_close(nbi_grammar_compiler **compiler)
 {
     nbi_grammar_compiler *c = *compiler;
     if (!c) return;
-    for (size_t i = 0; i < NBI_GRAMMAR_CACHED_MAX; i++) {
-        if (!c->cache[i].source) continue;
-        c->llg->free_matcher(c->cache[i].matcher);
-        nbi_free(c->cache[i].source);
-    }
+    for (size_t i = 0; i < NBI_GRAMMAR_CACHED_MAX; i++) free_entry(c, &c->cache[i]);
     if (c->vocabulary) c->llg->free_tokenizer(c->vocabulary);
     pthread_mutex_destroy(&c->load_lock);
+    pthread_cond_destroy(&c->landed);
     pthread_mutex_destroy(&c->cache_lock);
     nbi_free(c->free_ids);
     nbi_free(c->text_ids);
@@ -278,6 +310,8 @@ static void first_mask(compile_job *j)
 static void *compile_thread(void *arg)
 {
     compile_job *j = arg;
+    /* Streams that run go first. On Linux a priority is the thread's. */
+    (void)setpriority(PRIO_PROCESS, (id_t)syscall(SYS_gettid), COMPILE_NICE);
     nbi_llg_init init = {.tokenizer = j->vocabulary,
                          .limits = {.initial_lexer_fuel = LEXER_FUEL,
                                     .step_lexer_fuel = STEP_FUEL,
@@ -381,8 +415,8 @@ static nb_status make_job(compile_job **out, const nbi_grammar_compiler *c, nbi_
     return NB_OK;
 }
 
-/* Compiles without looking into the cache; *out is the caller's. */
-static nb_status compile(nbi_llg_matcher **out, const nbi_grammar_compiler *c,
+/* Compiles without looking into the cache; *out is the caller's. *late: the time was over. */
+static nb_status compile(nbi_llg_matcher **out, bool *late, const nbi_grammar_compiler *c,
                          nbi_grammar_kind kind, const char *source, size_t n, nb_error *err)
 {
     compile_job *j = NULL;
@@ -392,7 +426,8 @@ static nb_status compile(nbi_llg_matcher **out, const nbi_grammar_compiler *c,
         free_job(j);
         return st;
     }
-    if (!wait_for(j))
+    *late = !wait_for(j);
+    if (*late)
         return nbi_fail(err, NB_TOO_LARGE, "%s is too complex: compiling it takes more than %d s",
                         nbi_grammar_noun(kind), NBI_GRAMMAR_SECONDS);
     if (j->llg->is_error(j->matcher)) {
@@ -425,44 +460,116 @@ static cache_entry *find(nbi_grammar_compiler *c, nbi_grammar_kind kind, const c
     return NULL;
 }
 
-/* Takes the matcher; what it displaces is freed. Without memory for the key it is not kept. */
-static void keep(nbi_grammar_compiler *c, nbi_grammar_kind kind, const char *source, size_t n,
-                 nbi_llg_matcher *matcher)
+/* With the lock held. Another caller compiles it now. */
+static bool in_flight(const nbi_grammar_compiler *c, const flight *what)
 {
-    char *copy = nbi_malloc(n + 1);
-    nbi_llg_matcher *dropped = matcher;
+    for (const flight *f = c->flights; f; f = f->next) {
+        if (f->kind == what->kind && f->n == what->n && memcmp(f->source, what->source, f->n) == 0)
+            return true;
+    }
+    return false;
+}
+
+static void land(nbi_grammar_compiler *c, const flight *what)
+{
     pthread_mutex_lock(&c->cache_lock);
-    if (copy && !find(c, kind, source, n)) {
+    flight **at = &c->flights;
+    while (*at != what) at = &(*at)->next;
+    *at = what->next;
+    pthread_cond_broadcast(&c->landed);
+    pthread_mutex_unlock(&c->cache_lock);
+}
+
+/* A time that ran out and a lack of memory say nothing about the source. */
+static bool is_final(const nb_error *why, bool late)
+{
+    return !late && (why->status == NB_INVALID || why->status == NB_UNSUPPORTED ||
+                     why->status == NB_TOO_LARGE);
+}
+
+/* Takes the matcher, NULL when `refusal` is the answer; what it displaces is freed. Without memory
+ * it is not kept. */
+static void keep(nbi_grammar_compiler *c, const flight *what, nbi_llg_matcher *matcher,
+                 const nb_error *refusal)
+{
+    cache_entry fresh = {.kind = what->kind, .n = what->n, .matcher = matcher};
+    fresh.source = nbi_malloc(what->n + 1);
+    if (!matcher) fresh.refusal = nbi_malloc(sizeof *refusal);
+    if (fresh.source) memcpy(fresh.source, what->source, what->n);
+    if (fresh.refusal) *fresh.refusal = *refusal;
+    if (fresh.source && (matcher || fresh.refusal)) {
+        pthread_mutex_lock(&c->cache_lock);
         cache_entry *oldest = &c->cache[0];
         for (size_t i = 1; i < NBI_GRAMMAR_CACHED_MAX; i++) {
             if (c->cache[i].used < oldest->used) oldest = &c->cache[i];
         }
-        char *old = oldest->source;
-        dropped = old ? oldest->matcher : NULL;
-        memcpy(copy, source, n);
-        *oldest = (cache_entry){kind, copy, n, ++c->clock, matcher};
-        copy = old;
+        cache_entry old = *oldest;
+        fresh.used = ++c->clock;
+        *oldest = fresh;
+        fresh = old;
+        pthread_mutex_unlock(&c->cache_lock);
     }
-    pthread_mutex_unlock(&c->cache_lock);
-    nbi_free(copy);
-    if (dropped) c->llg->free_matcher(dropped);
+    free_entry(c, &fresh);
+}
+
+/* From the cache: a copy of the matcher, or the refusal. False when it is not there. */
+static bool recall(nbi_llg_matcher **out, nb_status *status, nbi_grammar_compiler *c,
+                   const flight *what, nb_error *err)
+{
+    const cache_entry *e = find(c, what->kind, what->source, what->n);
+    if (!e) return false;
+    *status = e->refusal ? nbi_fail(err, e->refusal->status, "%s", e->refusal->text) : NB_OK;
+    if (!e->refusal) *out = c->llg->clone_matcher(e->matcher);
+    return true;
+}
+
+static nb_status compile_and_keep(nbi_llg_matcher **out, nbi_grammar_compiler *c,
+                                  const flight *what, nb_error *err)
+{
+    nbi_llg_matcher *prototype = NULL;
+    nb_error why = {.status = NB_OK};
+    bool late = false;
+    nb_status st = compile(&prototype, &late, c, what->kind, what->source, what->n, &why);
+    if (st == NB_OK) {
+        *out = c->llg->clone_matcher(prototype);
+    } else if (err) {
+        *err = why;
+    }
+    if (st == NB_OK || is_final(&why, late)) keep(c, what, prototype, &why);
+    return st;
 }
 
 static nb_status get_matcher(nbi_llg_matcher **out, nbi_grammar_compiler *c, nbi_grammar_kind kind,
                              const char *source, size_t n, nb_error *err)
 {
+    flight mine = {.kind = kind, .source = source, .n = n};
+    nb_status st = NB_OK;
+    struct timespec deadline = deadline_after(2 * COMPILE_NS);
     pthread_mutex_lock(&c->cache_lock);
-    const cache_entry *e = find(c, kind, source, n);
-    nbi_llg_matcher *copy = e ? c->llg->clone_matcher(e->matcher) : NULL;
-    pthread_mutex_unlock(&c->cache_lock);
-    if (!copy) {
-        nbi_llg_matcher *prototype = NULL;
-        NB_TRY(compile(&prototype, c, kind, source, n, err));
-        copy = c->llg->clone_matcher(prototype);
-        keep(c, kind, source, n, prototype);
+    bool known = recall(out, &st, c, &mine, err), waiting = true;
+    while (!known && waiting && in_flight(c, &mine)) {
+        waiting = pthread_cond_timedwait(&c->landed, &c->cache_lock, &deadline) == 0;
+        known = recall(out, &st, c, &mine, err);
     }
-    *out = copy;
-    return NB_OK;
+    if (!known) {
+        mine.next = c->flights;
+        c->flights = &mine;
+    }
+    pthread_mutex_unlock(&c->cache_lock);
+    if (known) return st;
+    st = compile_and_keep(out, c, &mine, err);
+    land(c, &mine);
+    return st;
+}
+
+bool nbi_grammar_is_known(nbi_grammar_compiler *c, nbi_grammar_kind kind, const char *source,
+                          size_t n)
+{
+    if (kind == NBI_GRAMMAR_JSON_OBJECT || n == 0) source = "", n = 0;
+    pthread_mutex_lock(&c->cache_lock);
+    bool known = find(c, kind, source, n);
+    pthread_mutex_unlock(&c->cache_lock);
+    return known;
 }
 
 /* ---------------------------------------------------------------- one request */
@@ -480,6 +587,11 @@ static nb_status check_options(const nbi_grammar_compiler *c, const nbi_grammar_
             return nbi_fail(err, NB_INVALID, "grammars: banned token %d cannot be banned",
                             o->banned[i]);
     }
+    if ((o->may_think && (o->think_begin < 0 || (uint32_t)o->think_begin >= c->vocab ||
+                          o->after_think < 0 || o->after_think == o->think_begin)) ||
+        (o->may_call && (o->call_begin < 0 || (uint32_t)o->call_begin >= c->vocab)))
+        return nbi_fail(err, NB_INVALID, "grammars: may_think %d %d or may_call %d is out of range",
+                        o->think_begin, o->after_think, o->call_begin);
     return NB_OK;
 }
 
@@ -497,7 +609,8 @@ nb_status nbi_grammar_compile(nbi_grammar **out, nbi_grammar_compiler *c, nbi_gr
     if (!g) return nbi_fail(err, NB_NO_MEMORY, "grammars: out of memory");
     g->compiler = c;
     g->options = *options;
-    g->phase = options->after_think >= 0 ? PHASE_THINKING : PHASE_TEXT;
+    bool inside = options->after_think >= 0 && !options->may_think;
+    g->now = (place){.phase = inside ? PHASE_THINKING : PHASE_TEXT, .thought = !options->may_think};
     nb_status st = get_matcher(&g->matcher, c, kind, source, n, err);
     if (st != NB_OK) {
         nbi_grammar_close(&g);
@@ -525,7 +638,8 @@ static void fail(nbi_grammar *g, const char *what)
     snprintf(g->failure, sizeof g->failure, "%s: %s", what, why);
     n = strcspn(g->failure, "\r\n");
     g->failure[n] = 0;
-    g->phase = PHASE_ENDED;
+    g->now.phase = PHASE_ENDED;
+    g->now.failed = true;
     atomic_store_explicit(&g->failed, true, memory_order_release);
 }
 
@@ -547,6 +661,17 @@ static void mask_thinking(const nbi_grammar *g, uint32_t *bits, size_t n_words)
     }
 }
 
+/* What may stand in place of the grammar's first token. */
+static bool allow_others(const nbi_grammar *g, uint32_t *bits, size_t n_words)
+{
+    const nbi_grammar_options *o = &g->options;
+    bool think = !g->now.begun && !g->now.thought && (uint32_t)o->think_begin / 32 < n_words;
+    bool call = !g->now.begun && o->may_call && (uint32_t)o->call_begin / 32 < n_words;
+    if (think) set_bit(bits, (uint32_t)o->think_begin);
+    if (call) set_bit(bits, (uint32_t)o->call_begin);
+    return think || call;
+}
+
 /* Returns whether anything is allowed. */
 static bool mask_text(nbi_grammar *g, uint32_t *bits, size_t n_words)
 {
@@ -556,6 +681,7 @@ static bool mask_text(nbi_grammar *g, uint32_t *bits, size_t n_words)
     if (c->llg->compute_mask(g->matcher, g->mask, n * sizeof *g->mask) != 0) return false;
     if (n > n_words) n = n_words;
     for (size_t i = 0; i < n; i++) any |= bits[i] = g->mask[i] & c->text_ids[i];
+    if (allow_others(g, bits, n_words)) any = 1;
     if (!c->llg->is_accepting(g->matcher)) return any != 0;
     allow_end(g, bits, n_words);
     return true;
@@ -564,14 +690,18 @@ static bool mask_text(nbi_grammar *g, uint32_t *bits, size_t n_words)
 static void mask(void *user, uint32_t *bits, size_t n_words)
 {
     nbi_grammar *g = user;
-    if (g->phase == PHASE_THINKING) {
+    switch (g->now.phase) {
+    case PHASE_THINKING: mask_thinking(g, bits, n_words); return;
+    case PHASE_FREE:
         mask_thinking(g, bits, n_words);
-    } else if (g->phase == PHASE_ENDED) {
         allow_end(g, bits, n_words);
-    } else if (!mask_text(g, bits, n_words)) {
-        fail(g, "the grammar cannot go on");
-        allow_end(g, bits, n_words);
+        return;
+    case PHASE_ENDED: allow_end(g, bits, n_words); return;
+    case PHASE_TEXT: break;
     }
+    if (mask_text(g, bits, n_words)) return;
+    fail(g, "the grammar cannot go on");
+    allow_end(g, bits, n_words);
 }
 
 static bool is_end(const nbi_grammar *g, int32_t id)
@@ -582,29 +712,60 @@ static bool is_end(const nbi_grammar *g, int32_t id)
     return false;
 }
 
-static void accept(void *user, int32_t id)
+static void accept_text(nbi_grammar *g, int32_t id)
 {
-    nbi_grammar *g = user;
-    if (g->phase == PHASE_ENDED) return;
-    if (is_end(g, id)) {
-        g->phase = PHASE_ENDED;
-    } else if (g->phase == PHASE_THINKING) {
-        if (id == g->options.after_think) g->phase = PHASE_TEXT;
+    if (!g->now.begun && !g->now.thought && id == g->options.think_begin) {
+        g->now.phase = PHASE_THINKING;
+        g->now.thought = true;
+    } else if (!g->now.begun && g->options.may_call && id == g->options.call_begin) {
+        g->now.phase = PHASE_FREE;
     } else if (id < 0 || (uint32_t)id >= g->compiler->n_tokens ||
                g->compiler->llg->consume(g->matcher, (uint32_t)id) != 0) {
         fail(g, "the grammar was given a token it does not allow");
+    } else {
+        g->now.begun = g->now.consumed = true;
     }
+}
+
+static void accept(void *user, int32_t id)
+{
+    nbi_grammar *g = user;
+    g->undo[g->n_accepted++ % NB_GRAMMAR_ROLLBACK_MAX] = g->now;
+    g->now.consumed = false;
+    if (g->now.phase == PHASE_ENDED) return;
+    if (is_end(g, id)) {
+        g->now.phase = PHASE_ENDED;
+    } else if (g->now.phase == PHASE_THINKING) {
+        if (id == g->options.after_think) g->now.phase = PHASE_TEXT;
+        if (g->options.may_call && id == g->options.call_begin) g->now.phase = PHASE_FREE;
+    } else if (g->now.phase == PHASE_TEXT) {
+        accept_text(g, id);
+    }
+}
+
+static void rollback(void *user, uint32_t n)
+{
+    nbi_grammar *g = user;
+    size_t n_consumed = 0;
+    NB_ASSERT(n <= NB_GRAMMAR_ROLLBACK_MAX && n <= g->n_accepted);
+    for (; n; n--) {
+        n_consumed += g->now.consumed;
+        g->now = g->undo[--g->n_accepted % NB_GRAMMAR_ROLLBACK_MAX];
+    }
+    atomic_store_explicit(&g->failed, g->now.failed, memory_order_release);
+    if (n_consumed && g->compiler->llg->rollback(g->matcher, n_consumed) != 0)
+        fail(g, "the grammar cannot go back");
 }
 
 nb_grammar nbi_grammar_hooks(nbi_grammar *grammar)
 {
-    return (nb_grammar){.user = grammar, .mask = mask, .accept = accept};
+    return (nb_grammar){.user = grammar, .mask = mask, .accept = accept, .rollback = rollback};
 }
 
 bool nbi_grammar_complete(nbi_grammar *g)
 {
-    return g->phase != PHASE_THINKING && !nbi_grammar_failure(g) &&
-           g->compiler->llg->is_accepting(g->matcher);
+    if (nbi_grammar_failure(g) || g->now.phase == PHASE_THINKING) return false;
+    return g->now.phase == PHASE_FREE || g->compiler->llg->is_accepting(g->matcher);
 }
 
 const char *nbi_grammar_failure(const nbi_grammar *g)

@@ -10,18 +10,24 @@
  *  - Added tokens (<think>, <tool_call>, <|user|>, ...) are never allowed inside a grammar.
  *  - `while thinking` (nbi_grammar_options.after_think) everything is allowed but the end tokens
  * and the tokens of `banned`; the grammar begins behind the token that closes reasoning.
+ *  - With may_think the first token may be the one that opens reasoning; with may_call the
+ * grammar's first token, or one of the thinking, may be the one that opens a tool call: behind it
+ *    everything is allowed.
  *  - JSON: at most NBI_GRAMMAR_SPACE_MAX characters of white space between two tokens of the
  *    language, none before the first. Properties come in the order of the schema.
  *  - Regular expressions match the whole answer; the dialect is that of Rust's `regex` (no
  * look-around, no back-references).
  *  - Should a step exceed the library's bounds, or the text run into a dead end, the answer ends
- *    there and nbi_grammar_failure() says why.
+ *    there and nbi_grammar_failure() says why. A bound that is exceeded while drafts are tried
+ *    counts, although the drafts are taken back.
  *
  * Bounds of what a client may send: NBI_GRAMMAR_*_MAX below, the library's own limits on work per
- * compilation and per mask, and NBI_GRAMMAR_SECONDS, after which the caller is freed.
+ * compilation and per mask, and NBI_GRAMMAR_SECONDS, after which the caller is freed. What was
+ * compiled is kept (the least recently used goes first), refusals too; the same source asked for by
+ * several callers at once is compiled once.
  *
- * Threads: a compiler is used by any number of threads. mask and accept of one grammar are called
- * by one thread at a time; nothing in them touches nibble's heap. */
+ * Threads: a compiler is used by any number of threads. mask, accept and rollback of one grammar
+ * are called by one thread at a time; nothing in them touches nibble's heap. */
 #pragma once
 
 #include "base/status.h"
@@ -74,6 +80,11 @@ typedef struct nbi_grammar_options {
     int32_t after_think;                    /* the grammar begins behind this token; -1: at once */
     int32_t banned[NBI_GRAMMAR_BANNED_MAX]; /* not allowed before it (<tool_call>) */
     uint32_t n_banned;
+    bool may_think;      /* the grammar begins at once, unless the first token is think_begin: then
+                            behind after_think */
+    int32_t think_begin; /* with may_think */
+    bool may_call;
+    int32_t call_begin; /* with may_call */
 } nbi_grammar_options;
 
 /* `options` NULL: the grammar begins at once. Blocks at most about NBI_GRAMMAR_SECONDS.
@@ -83,6 +94,9 @@ typedef struct nbi_grammar_options {
 nb_status nbi_grammar_compile(nbi_grammar **out, nbi_grammar_compiler *compiler,
                               nbi_grammar_kind kind, const char *source, size_t n,
                               const nbi_grammar_options *options, nb_error *err);
+/* Will compiling this not block, because the answer is kept? */
+bool nbi_grammar_is_known(nbi_grammar_compiler *compiler, nbi_grammar_kind kind, const char *source,
+                          size_t n);
 void nbi_grammar_close(nbi_grammar **grammar);
 
 /* For nb_request_options.grammar; valid until the grammar is closed. */

@@ -105,6 +105,7 @@ static const struct {
     SYMBOL("llg_free_matcher", free_matcher),
     SYMBOL("llg_matcher_compute_mask_into", compute_mask),
     SYMBOL("llg_matcher_consume_token", consume),
+    SYMBOL("llg_matcher_rollback", rollback),
     SYMBOL("llg_matcher_is_accepting", is_accepting),
     SYMBOL("llg_matcher_is_stopped", is_stopped),
     SYMBOL("llg_matcher_is_error", is_error),
@@ -168,7 +169,7 @@ nb_status nbi_llg_load(const nbi_llg **out, const char *folder, nb_error *err)
     if (folder ? !has_module(path, folder) : !look_for(path))
         return nbi_fail(err, NB_UNSUPPORTED,
                         "structured output needs the package llguidance, which is not installed "
-                        "in %s; install it with: " INSTALL_WITH,
+                        "in %s; install it with: scripts/setup grammar, or " INSTALL_WITH,
                         folder ? folder : "<prefix>/lib/nibble/python (the <folder> below)");
     pthread_mutex_lock(&library.lock);
     nb_status st = load(path, err);

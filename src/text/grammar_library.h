@@ -5,9 +5,9 @@
  * and no interpreter lock is taken. It is looked for as <folder>/llguidance/_lib.abi3.so in
  *   1. the folder given (nothing else is then tried),
  *   2. <prefix>/lib/nibble/python, where the running file is <prefix>/bin/...,
- *   3. for a program inside the source tree: <tree>/build/python,
- * <tree>/.venv/lib/python3.*\/site-packages. The module refers to symbols of libpython, which a
- * nibble built with chat templates has loaded.
+ *   3. for a program inside the source tree: <tree>/build/python (`scripts/setup grammar`),
+ *      <tree>/.venv/lib/python3.*\/site-packages (`scripts/setup test`). The module refers to
+ * symbols of libpython, which a nibble built with chat templates has loaded.
  *
  * The structs below are the library's (parser/llguidance.h, versions 1.9.x). */
 #pragma once
@@ -70,6 +70,7 @@ typedef struct nbi_llg {
     void (*free_matcher)(nbi_llg_matcher *matcher);
     int32_t (*compute_mask)(nbi_llg_matcher *matcher, uint32_t *mask, size_t n_bytes);
     int32_t (*consume)(nbi_llg_matcher *matcher, uint32_t id);
+    int32_t (*rollback)(nbi_llg_matcher *matcher, size_t n_tokens);
     bool (*is_accepting)(nbi_llg_matcher *matcher);
     bool (*is_stopped)(const nbi_llg_matcher *matcher);
     bool (*is_error)(const nbi_llg_matcher *matcher);
