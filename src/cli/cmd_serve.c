@@ -181,6 +181,10 @@ int nbi_cmd_serve(int argc, char **argv)
          "auto (default: by template and family), none, glm45, glm47, hermes, deepseekv3,\n"
          "deepseekv31, deepseekv32",
          false},
+        {"grammar-backend", NBI_OPT_STRING, &s.options.grammar_backend, "NAME",
+         "structured output: auto (default: llguidance where it is installed), llguidance (not to "
+         "start\nwithout it), none; xgrammar, outlines and guidance are taken as auto",
+         false},
         {"max-body-bytes", NBI_OPT_BYTES, &s.options.max_body_bytes, "N",
          "size of a request body at most (default 64Mi)", false},
         {"http-threads", NBI_OPT_U32, &s.options.n_threads, "N",

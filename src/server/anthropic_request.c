@@ -360,14 +360,8 @@ static nb_status read_output_config(json_t *chat, const json_t *body, nbi_api_er
 {
     json_t *config = NULL;
     const char *effort = NULL;
-    if (nbi_field(body, "output_format")) {
-        return nbi_api_field(e, "output_format", "not supported by this server");
-    }
     NB_TRY(nbi_field_object(&config, body, "", "output_config", e));
     if (!config) return NB_OK;
-    if (nbi_field(config, "format")) {
-        return nbi_api_field(e, "output_config.format", "not supported by this server");
-    }
     NB_TRY(nbi_field_str(&effort, config, "output_config.", "effort", e));
     if (!effort) return NB_OK;
     return json_object_set_new(chat, "reasoning_effort", json_string(effort)) == 0 ? NB_OK

@@ -22,6 +22,17 @@ static nb_status force_calls(nbi_job *job, const nbi_tool_choice *choice, nbi_ap
     return NB_OK;
 }
 
+/* Does the constraint speak of the content alone, which calls have none of? */
+static bool is_format(const char *field)
+{
+    static const char *const formats[] = {"response_format", "text.format", "output_format",
+                                          "output_config.format"};
+    for (size_t i = 0; i < sizeof formats / sizeof *formats; i++) {
+        if (strncmp(field, formats[i], strlen(formats[i])) == 0) return true;
+    }
+    return false;
+}
+
 nb_status nbi_job_read_chat(nbi_job *job, const json_t *body, nbi_api_error *e)
 {
     const char *field = job->surface->prompt_field;
@@ -33,9 +44,24 @@ nb_status nbi_job_read_chat(nbi_job *job, const json_t *body, nbi_api_error *e)
     if (status != NB_OK) return nbi_api_from(e, status, &err, tool_field);
     job->one_call = !choice.parallel;
     job->tools = json_incref(json_object_get(job->chat, "tools"));
-    if (nbi_tool_choice_is_forced(&choice)) NB_TRY(force_calls(job, &choice, e));
+    if (nbi_tool_choice_is_forced(&choice)) {
+        const char *other = job->constraint.field;
+        if (other && !is_format(other))
+            return nbi_api_field(e, other,
+                                 "cannot be combined with a tool_choice that forces calls");
+        NB_TRY(force_calls(job, &choice, e));
+    }
     if (job->facts->has_chat) return NB_OK;
     return nbi_api_field(e, field, "this model cannot chat: %s", job->facts->no_chat);
+}
+
+/* Templates without thinking close it in the prompt. */
+static bool ends_thinking(const char *text, size_t n)
+{
+    static const char close[] = "</think>";
+    const size_t n_close = sizeof close - 1;
+    while (n && (unsigned char)text[n - 1] <= ' ') n--;
+    return n >= n_close && memcmp(text + n - n_close, close, n_close) == 0;
 }
 
 nb_status nbi_job_encode_chat(nbi_job *job, const json_t *body, nbi_api_error *e)
@@ -53,6 +79,7 @@ nb_status nbi_job_encode_chat(nbi_job *job, const json_t *body, nbi_api_error *e
         job->prompts = prompt;
         job->n_prompts = 1;
         job->starts_in_reasoning = rendered.thinking_open;
+        job->thinking_closed = ends_thinking(rendered.text.data, rendered.text.len);
     }
     nbi_chat_prompt_free(&rendered);
     if (prompt && ids) return NB_OK;

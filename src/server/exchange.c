@@ -213,21 +213,25 @@ static nb_status open_job(nbi_exchange *ex, const nbi_surface *surface)
 enum MHD_Result nbi_exchange_begin(nbi_exchange *ex, const nbi_surface *surface)
 {
     if (open_job(ex, surface) != NB_OK) return nbi_exchange_reply_error(ex);
-    return ex->job->params.stream ? begin_stream(ex) : nbi_exchange_continue(ex);
+    return nbi_exchange_continue(ex);
 }
 
 enum MHD_Result nbi_exchange_continue(nbi_exchange *ex)
 {
-    do {
+    nbi_job *job = ex->job;
+    for (;;) {
+        if (job->params.stream && !job->error.http && !nbi_job_is_pending(job))
+            return begin_stream(ex);
         work(ex);
         if (atomic_load(&ex->gone)) return MHD_NO;
-        if (nbi_job_finished(ex->job)) {
+        if (job->error.http || (!job->params.stream && nbi_job_finished(job))) {
             nbi_buf body = {0};
-            if (nbi_job_reply(ex->job, &body)) return nbi_exchange_reply(ex, MHD_HTTP_OK, &body);
+            if (nbi_job_reply(job, &body)) return nbi_exchange_reply(ex, MHD_HTTP_OK, &body);
             nbi_buf_free(&body);
-            ex->error = ex->job->error;
+            ex->error = job->error;
             return nbi_exchange_reply_error(ex);
         }
-    } while (!suspend(ex));
-    return MHD_YES;
+        bool begins = job->params.stream && !nbi_job_is_pending(job);
+        if (!begins && suspend(ex)) return MHD_YES;
+    }
 }

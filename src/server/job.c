@@ -74,33 +74,6 @@ static nb_status make_choices(nbi_job *job, nbi_api_error *e)
     return NB_OK;
 }
 
-/* Thinking goes on as it likes; the grammar begins behind it. */
-static nb_status make_grammars(nbi_job *job, nbi_api_error *e)
-{
-    static const char close[] = "</think>", call[] = "<tool_call>";
-    const nbi_constraint *c = &job->constraint;
-    const nbi_tokenizer *tokenizer = job->served->text.tokenizer;
-    nbi_grammar_options options = {.after_think = -1};
-    nb_error err = {0};
-    if (!c->field) return NB_OK;
-    if (!job->served->grammars) {
-        return nbi_api_field(e, c->field, "this model has no tokenizer or no end token");
-    }
-    if (job->starts_in_reasoning) {
-        options.after_think = nbi_token_find(tokenizer, close, sizeof close - 1);
-        options.banned[0] = nbi_token_find(tokenizer, call, sizeof call - 1);
-        options.n_banned = options.banned[0] >= 0;
-    }
-    for (uint32_t i = 0; i < job->n_choices; i++) {
-        nb_status status = nbi_grammar_compile(&job->choices[i].grammar, job->served->grammars,
-                                               c->kind, c->source, c->n_source, &options, &err);
-        if (status == NB_OK) continue;
-        nbi_api_from(e, status, &err, c->field);
-        return e->http == 400 ? nbi_api_field(e, c->field, "%s", err.text) : NB_INTERNAL;
-    }
-    return NB_OK;
-}
-
 static void on_notify(void *user)
 {
     nbi_choice *choice = user;
@@ -131,6 +104,13 @@ static nb_status submit(nbi_job *job, nbi_choice *choice, nbi_api_error *e)
     return status == NB_OK ? NB_OK : nbi_api_from(e, status, &err, "prompt");
 }
 
+static nb_status submit_all(nbi_job *job, nbi_api_error *e)
+{
+    for (uint32_t i = 0; i < job->n_choices; i++) NB_TRY(submit(job, &job->choices[i], e));
+    atomic_store(&job->submitted, true);
+    return NB_OK;
+}
+
 nb_status nbi_job_open(nbi_job **out, const nbi_surface *surface, const nbi_served *served,
                        json_t *body, void (*notify)(void *user), void *notify_user,
                        nbi_api_error *e)
@@ -156,14 +136,12 @@ nb_status nbi_job_open(nbi_job **out, const nbi_surface *surface, const nbi_serv
     NB_TRY_OR(status, check_prompts(job, e), fail);
     NB_TRY_OR(status, keep_stop_strings(job, e), fail);
     NB_TRY_OR(status, make_choices(job, e), fail);
-    NB_TRY_OR(status, make_grammars(job, e), fail);
+    NB_TRY_OR(status, nbi_job_make_grammars(job, e), fail);
     if (write_head(job) != NB_OK) {
         status = no_memory(e);
         goto fail;
     }
-    for (uint32_t i = 0; i < job->n_choices; i++) {
-        NB_TRY_OR(status, submit(job, &job->choices[i], e), fail);
-    }
+    if (!job->order) NB_TRY_OR(status, submit_all(job, e), fail);
     *out = job;
     return NB_OK;
 fail:
@@ -175,6 +153,7 @@ void nbi_job_close(nbi_job **out)
 {
     nbi_job *job = *out;
     if (!job) return;
+    nbi_order_close(&job->order);
     for (uint32_t i = 0; i < job->n_choices; i++) {
         nbi_choice *c = &job->choices[i];
         nb_request_close(&c->request);
@@ -192,8 +171,15 @@ void nbi_job_close(nbi_job **out)
     *out = NULL;
 }
 
+bool nbi_job_is_pending(const nbi_job *job)
+{
+    return job->order && job->error.http == 0;
+}
+
+/* Before the requests are submitted there is nothing to cancel, and its owner closes the job. */
 void nbi_job_cancel(nbi_job *job)
 {
+    if (!atomic_load(&job->submitted)) return;
     for (uint32_t i = 0; i < job->n_choices; i++) nb_request_cancel(job->choices[i].request);
 }
 
@@ -383,6 +369,15 @@ static nb_status write_end(nbi_job *job, nbi_buf *out)
     return nbi_buf_add(out, "data: [DONE]\n\n", 14);
 }
 
+/* The grammars are there, or are not to be had. */
+static void submit_late(nbi_job *job)
+{
+    nbi_api_error e = {0};
+    nb_status status = nbi_job_take_grammars(job, &e);
+    if (status == NB_OK) status = submit_all(job, &e);
+    if (status != NB_OK) nbi_job_fail(job, &e);
+}
+
 bool nbi_job_finished(const nbi_job *job)
 {
     return job->error.http || job->n_done == job->n_choices;
@@ -390,6 +385,11 @@ bool nbi_job_finished(const nbi_job *job)
 
 void nbi_job_pump(nbi_job *job, nbi_buf *out)
 {
+    if (nbi_job_is_pending(job)) {
+        if (!nbi_order_is_done(job->order)) return;
+        submit_late(job);
+        if (job->error.http) return;
+    }
     for (uint32_t i = 0; i < job->n_choices && !job->error.http; i++) {
         nbi_choice *c = &job->choices[i];
         if (c->done || !atomic_exchange(&c->signalled, false)) continue;

@@ -13,6 +13,7 @@
 #include "server/logprobs.h"
 #include "server/sampling_params.h"
 #include "server/served.h"
+#include "server/structured.h"
 #include "text/reasoning.h"
 
 #ifdef __cplusplus
@@ -48,14 +49,6 @@ typedef struct nbi_choice {
     bool has_reasoning;
     nbi_logprobs logprobs;
 } nbi_choice;
-
-/* What the whole answer (behind the thinking) has to match. */
-typedef struct nbi_constraint {
-    const char *field; /* of the request that asks for it; NULL: no constraint. Static */
-    nbi_grammar_kind kind;
-    const char *source; /* [n_source], in the job's arena */
-    size_t n_source;
-} nbi_constraint;
 
 /* What an API surface decides. */
 typedef struct nbi_surface {
@@ -102,11 +95,14 @@ struct nbi_job {
     bool include_reasoning;   /* chat: false drops it */
     json_t *chat;             /* chat: what nbi_chat_encode() takes; until it is encoded */
     bool starts_in_reasoning; /* chat: the prompt has opened the thinking */
+    bool thinking_closed;     /* chat: or closed it */
     json_t *tools;            /* chat: those that may be called; NULL: none */
     bool one_call;            /* chat: calls after the first are left out */
     bool forced_calls;        /* chat: the answer is the JSON list of calls that a grammar makes */
     nbi_constraint constraint;
-    void *state; /* of the surface, in the arena */
+    nbi_order *order;      /* grammars being compiled; NULL: none */
+    atomic_bool submitted; /* choices[].request are written */
+    void *state;           /* of the surface, in the arena */
     char id[NBI_ID_BYTES];
     int64_t created;     /* seconds since 1970 */
     nbi_prompt *prompts; /* [n_prompts], in the arena */
@@ -127,6 +123,10 @@ nb_status nbi_job_open(nbi_job **out, const nbi_surface *surface, const nbi_serv
                        json_t *body, void (*notify)(void *user), void *notify_user,
                        nbi_api_error *e);
 
+/* Is a grammar still being compiled? Until it is there the job may fail with a status of its own,
+ * and a stream has not begun; notify says when to pump. */
+bool nbi_job_is_pending(const nbi_job *job);
+
 /* Reads what the engine has ready. With params.stream, appends events to *out; the last of them is
  * [DONE]. Failures end up in job->error (and, in a stream, in an error event). */
 void nbi_job_pump(nbi_job *job, nbi_buf *out);
@@ -138,7 +138,7 @@ bool nbi_job_finished(const nbi_job *job);
  * failed. */
 bool nbi_job_reply(nbi_job *job, nbi_buf *out);
 
-/* From any thread, until nbi_job_close(). */
+/* From any thread, until nbi_job_close(). A job that is pending has nothing to cancel. */
 void nbi_job_cancel(nbi_job *job);
 
 /* Fails the job with this error; its stream ends with it. */
@@ -158,9 +158,18 @@ nb_status nbi_job_write_finish(const nbi_job *job, const nbi_choice *choice, boo
 /* `key`, then the string with quotes. */
 nb_status nbi_job_write_string(nbi_buf *out, const char *key, const char *s, size_t n);
 
+/* ---- job_grammar.c, for job.c */
+
+/* Makes the grammars of all choices, or orders them (job->order). */
+nb_status nbi_job_make_grammars(nbi_job *job, nbi_api_error *e);
+/* Takes what a done order came to, and closes it. */
+nb_status nbi_job_take_grammars(nbi_job *job, nbi_api_error *e);
+
 /* ---- shared by the chat surfaces (chat_job.c) */
 
-/* Takes what nbi_chat_request_read() makes of a body, into job->chat, tools and one_call. */
+/* Takes what nbi_chat_request_read() makes of a body, into job->chat, tools and one_call. Calls
+ * that tool_choice forces become job->constraint; what was read there before gives way when it is
+ * a format of the content, and is refused otherwise. */
 nb_status nbi_job_read_chat(nbi_job *job, const json_t *body, nbi_api_error *e);
 /* nbi_surface.encode, begin and take. */
 nb_status nbi_job_encode_chat(nbi_job *job, const json_t *body, nbi_api_error *e);

@@ -23,6 +23,7 @@ static nb_status read(nbi_job *job, const json_t *body, nbi_api_error *e)
 {
     job->separate_reasoning = job->include_reasoning = true;
     NB_TRY(nbi_params_read(&job->params, body, job->facts, 1, e));
+    NB_TRY(nbi_structured_read(&job->constraint, &job->arena, body, "", e));
     NB_TRY(read_logprobs(job, body, e));
     NB_TRY(nbi_field_bool(&job->separate_reasoning, body, "", "separate_reasoning", e));
     NB_TRY(nbi_field_bool(&job->include_reasoning, body, "", "include_reasoning", e));

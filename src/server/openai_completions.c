@@ -88,6 +88,7 @@ static nb_status read(nbi_job *job, const json_t *body, nbi_api_error *e)
     int64_t logprobs = -1;
     nbi_params *p = &job->params;
     NB_TRY(nbi_params_read(p, body, facts, 0, e));
+    NB_TRY(nbi_structured_read(&job->constraint, &job->arena, body, "", e));
     NB_TRY(nbi_field_bool(&job->echo, body, "", "echo", e));
     NB_TRY(nbi_field_int(&logprobs, body, "", "logprobs", 0, NB_TOP_LOGPROBS_MAX, e));
     NB_TRY(nbi_field_str(&suffix, body, "", "suffix", e));

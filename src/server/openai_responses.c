@@ -57,6 +57,7 @@ static nb_status write_echo(const nbi_job *job, const json_t *body, nbi_buf *out
 {
     const nbi_params *p = &job->params;
     const json_t *reasoning = nbi_field(body, "reasoning");
+    const json_t *format = nbi_field(nbi_field(body, "text"), "format");
     NB_TRY(echo(out, ",\"instructions\":", nbi_field(body, "instructions"), "null"));
     NB_TRY(echo(out, ",\"metadata\":", nbi_field(body, "metadata"), "{}"));
     NB_TRY(echo(out, ",\"tools\":", nbi_field(body, "tools"), "[]"));
@@ -65,9 +66,10 @@ static nb_status write_echo(const nbi_job *job, const json_t *body, nbi_buf *out
     NB_TRY(echo(out, ",\"reasoning\":{\"effort\":", nbi_field(reasoning, "effort"), "null"));
     NB_TRY(nbi_buf_addf(out, ",\"summary\":null},\"max_output_tokens\":"));
     NB_TRY(p->has_max_tokens ? nbi_buf_addf(out, "%u", p->max_tokens) : nbi_buf_addf(out, "null"));
+    NB_TRY(echo(out, ",\"text\":{\"format\":", format, "{\"type\":\"text\"}"));
     return nbi_buf_addf(out,
-                        ",\"parallel_tool_calls\":%s,\"temperature\":%.7g,\"top_p\":%.7g,"
-                        "\"text\":{\"format\":{\"type\":\"text\"}},\"truncation\":\"disabled\","
+                        "},\"parallel_tool_calls\":%s,\"temperature\":%.7g,\"top_p\":%.7g,"
+                        "\"truncation\":\"disabled\","
                         "\"previous_response_id\":null,\"store\":false,\"background\":false,"
                         "\"top_logprobs\":0",
                         job->one_call ? "false" : "true", (double)p->sampling.temperature,
@@ -92,6 +94,10 @@ static nb_status read(nbi_job *job, const json_t *body, nbi_api_error *e)
     json_t *chat = NULL;
     job->separate_reasoning = job->include_reasoning = true;
     NB_TRY(read_fields(job, body, e));
+    NB_TRY(nbi_structured_read(&job->constraint, &job->arena, body, "", e));
+    NB_TRY(nbi_structured_add_format(&job->constraint, &job->arena,
+                                     nbi_field(nbi_field(body, "text"), "format"), "text.format",
+                                     e));
     NB_TRY(nbi_responses_chat(&chat, body, e));
     nb_status status = nbi_job_read_chat(job, chat, e);
     json_decref(chat);

@@ -294,16 +294,11 @@ static nb_status read_reasoning(json_t *chat, const json_t *body, nbi_api_error 
     return NB_OK;
 }
 
-static nb_status check_text_format(const json_t *body, nbi_api_error *e)
+/* Its format is the constraint's (structured.h). */
+static nb_status check_text(const json_t *body, nbi_api_error *e)
 {
-    json_t *text = NULL, *format = NULL;
-    const char *type;
-    NB_TRY(nbi_field_object(&text, body, "", "text", e));
-    if (!text) return NB_OK;
-    NB_TRY(nbi_field_object(&format, text, "text.", "format", e));
-    if (!format) return NB_OK;
-    NB_TRY(nbi_field_need_str(&type, format, "text.format", "type", e));
-    return strcmp(type, "text") == 0 ? NB_OK : refuse_type(e, "text.format", type, "\"text\"");
+    json_t *text = NULL;
+    return nbi_field_object(&text, body, "", "text", e);
 }
 
 /* What needs responses that are kept, or prompts that are. */
@@ -335,7 +330,7 @@ nb_status nbi_responses_chat(json_t **out, const json_t *body, nbi_api_error *e)
     NB_TRY_OR(status, read_items(&b, body, e), done);
     NB_TRY_OR(status, read_tools(chat, body, e), done);
     NB_TRY_OR(status, read_reasoning(chat, body, e), done);
-    NB_TRY_OR(status, check_text_format(body, e), done);
+    NB_TRY_OR(status, check_text(body, e), done);
 done:
     nbi_buf_free(&b.text);
     nbi_buf_free(&b.thinking);

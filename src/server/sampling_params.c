@@ -32,14 +32,6 @@ static const struct {
     {"prompt_logprobs", NEUTRAL_NONE},
     {"logprob_token_ids", NEUTRAL_EMPTY},
     {"thinking_token_budget", NEUTRAL_NONE},
-    {"structured_outputs", NEUTRAL_NONE},
-    {"guided_json", NEUTRAL_NONE},
-    {"guided_regex", NEUTRAL_NONE},
-    {"guided_choice", NEUTRAL_NONE},
-    {"guided_grammar", NEUTRAL_NONE},
-    {"json_schema", NEUTRAL_NONE},
-    {"regex", NEUTRAL_NONE},
-    {"ebnf", NEUTRAL_NONE},
     {"lora_path", NEUTRAL_NONE},
     {"custom_logit_processor", NEUTRAL_NONE},
     {"logits_processors", NEUTRAL_EMPTY},
@@ -69,19 +61,6 @@ static nb_status refuse_unsupported(const json_t *body, nbi_api_error *e)
         }
     }
     return NB_OK;
-}
-
-/* {"type": "text"} is what everything gives; grammars are refused. */
-static nb_status check_response_format(const json_t *body, nbi_api_error *e)
-{
-    json_t *format = NULL;
-    const char *type = "text";
-    NB_TRY(nbi_field_object(&format, body, "", "response_format", e));
-    if (!format) return NB_OK;
-    NB_TRY(nbi_field_str(&type, format, "response_format.", "type", e));
-    if (strcmp(type, "text") == 0) return NB_OK;
-    return nbi_api_field(e, "response_format.type",
-                         "\"%.64s\" is not supported, this server knows \"text\"", type);
 }
 
 /* ---------------------------------------------------------------- groups */
@@ -305,7 +284,6 @@ nb_status nbi_params_read(nbi_params *out, const json_t *body, const nbi_api_fac
     NB_TRY(read_stop_ids(out, body, facts, e));
     NB_TRY(read_text_options(out, body, e));
     NB_TRY(read_stream(out, body, e));
-    NB_TRY(check_response_format(body, e));
     return refuse_unsupported(body, e);
 }
 

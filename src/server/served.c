@@ -154,15 +154,50 @@ static nb_status set_tool_form(nbi_served *s, const char *name, nb_error *err)
     return NB_OK;
 }
 
-/* The library itself is loaded by the first request that needs it. */
-static nb_status open_grammars(nbi_served *s, nb_error *err)
+nb_status nbi_grammar_backend_read(nbi_grammar_backend *out, const char *name, nb_error *err)
 {
-    if (!s->text.tokenizer || !s->info.n_eos) return NB_OK;
+    static const char *const others[] = {"xgrammar", "outlines", "guidance", "lm-format-enforcer"};
+    if (!name || strcmp(name, "auto") == 0) {
+        *out = NBI_GRAMMAR_BACKEND_AUTO;
+    } else if (strcmp(name, "none") == 0) {
+        *out = NBI_GRAMMAR_BACKEND_NONE;
+    } else if (strcmp(name, "llguidance") == 0) {
+        *out = NBI_GRAMMAR_BACKEND_LLGUIDANCE;
+    } else {
+        for (size_t i = 0; i < sizeof others / sizeof *others; i++) {
+            if (strcmp(name, others[i]) != 0) continue;
+            nbi_log(NB_LOG_INFO, "--grammar-backend %s: llguidance does it here", name);
+            *out = NBI_GRAMMAR_BACKEND_AUTO;
+            return NB_OK;
+        }
+        return nbi_fail(err, NB_INVALID,
+                        "--grammar-backend: \"%s\" is unknown, expected auto, llguidance, none, or "
+                        "a name from other servers that stands for auto: xgrammar, outlines, "
+                        "guidance, lm-format-enforcer",
+                        name);
+    }
+    return NB_OK;
+}
+
+/* The library itself is loaded by the first request that needs it, unless it is asked for by name.
+ */
+static nb_status open_grammars(nbi_served *s, const char *name, nb_error *err)
+{
+    nbi_grammar_backend backend;
+    NB_TRY(nbi_grammar_backend_read(&backend, name, err));
+    s->no_grammars = backend == NBI_GRAMMAR_BACKEND_NONE
+                         ? "structured output is off on this server (--grammar-backend none)"
+                         : "this model has no tokenizer or no end token";
+    if (backend == NBI_GRAMMAR_BACKEND_NONE || !s->text.tokenizer || !s->info.n_eos) return NB_OK;
     const nbi_grammar_setup setup = {.tokenizer = s->text.tokenizer,
                                      .eos = s->info.eos_ids,
                                      .n_eos = s->info.n_eos,
                                      .vocab = s->info.vocab_size};
-    return nbi_grammar_compiler_open(&s->grammars, &setup, err);
+    NB_TRY(nbi_grammar_compiler_open(&s->grammars, &setup, err));
+    NB_TRY(nbi_grammar_pool_open(&s->grammar_pool, s->grammars, err));
+    if (backend == NBI_GRAMMAR_BACKEND_AUTO) return NB_OK;
+    nb_status status = nbi_grammar_compiler_load(s->grammars, err);
+    return status == NB_OK ? NB_OK : nbi_fail_prefix(err, status, "--grammar-backend %s", name);
 }
 
 static nb_status fill(nbi_served *s, const nbi_served_options *options, nb_error *err)
@@ -179,7 +214,7 @@ static nb_status fill(nbi_served *s, const nbi_served_options *options, nb_error
     if (!s->facts.has_chat) nbi_log(NB_LOG_WARN, "no chat: %s", s->text.why);
     NB_TRY(set_reasoning(s, options->reasoning_parser, err));
     NB_TRY(set_tool_form(s, options->tool_parser, err));
-    NB_TRY(open_grammars(s, err));
+    NB_TRY(open_grammars(s, options->grammar_backend, err));
     return set_names(s, options, err);
 }
 
@@ -207,6 +242,7 @@ void nbi_served_destroy(nbi_served **out)
 {
     nbi_served *s = *out;
     if (!s) return;
+    nbi_grammar_pool_close(&s->grammar_pool);
     nbi_grammar_compiler_close(&s->grammars); /* it uses the tokenizer */
     nbi_served_text_close(&s->text);
     nbi_free(s->names);

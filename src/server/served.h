@@ -5,6 +5,7 @@
  * weights are. */
 #pragma once
 
+#include "server/grammar_pool.h"
 #include "server/sampling_params.h"
 #include "text/chat.h"
 #include "text/grammar.h"
@@ -29,11 +30,21 @@ nb_status nbi_served_text_open(nbi_served_text *out, const char *model_dir,
                                const char *template_file, nb_error *err);
 void nbi_served_text_close(nbi_served_text *text);
 
+typedef enum nbi_grammar_backend {
+    NBI_GRAMMAR_BACKEND_AUTO,       /* llguidance when it is installed */
+    NBI_GRAMMAR_BACKEND_LLGUIDANCE, /* and not to start without it */
+    NBI_GRAMMAR_BACKEND_NONE
+} nbi_grammar_backend;
+
+/* NULL is "auto". The names of other servers' libraries mean the same, with a line in the log. */
+nb_status nbi_grammar_backend_read(nbi_grammar_backend *out, const char *name, nb_error *err);
+
 typedef struct nbi_served_options {
     const char *const *names; /* [n_names]; none: the name of the model's folder */
     uint32_t n_names;
     const char *reasoning_parser; /* "auto", "none" or a parser's name */
     const char *tool_parser;      /* the same */
+    const char *grammar_backend;  /* a name of nbi_grammar_backend_read() */
 } nbi_served_options;
 
 typedef struct nbi_served {
@@ -43,7 +54,9 @@ typedef struct nbi_served {
     nbi_served_text text;
     nbi_reasoning_kind reasoning;
     nbi_tool_form tool_form;
-    nbi_grammar_compiler *grammars; /* NULL: no tokenizer or no end token */
+    nbi_grammar_compiler *grammars; /* NULL: see no_grammars */
+    nbi_grammar_pool *grammar_pool; /* the same */
+    const char *no_grammars;        /* the sentence why not; static */
     int64_t created;                /* seconds since 1970 when it became ready */
     uint64_t id_key;
     const char **names;

@@ -20,6 +20,7 @@ void nbi_server_options_default(nbi_server_options *options)
                                     .n_threads = 2,
                                     .reasoning_parser = "auto",
                                     .tool_parser = "auto",
+                                    .grammar_backend = "auto",
                                     .start_ns = nbi_now_ns()};
 }
 
@@ -119,7 +120,8 @@ nb_status nbi_server_ready(nbi_server *server, nb_engine *engine, nb_error *err)
     nbi_served_options options = {.names = o->names,
                                   .n_names = o->n_names,
                                   .reasoning_parser = o->reasoning_parser,
-                                  .tool_parser = o->tool_parser};
+                                  .tool_parser = o->tool_parser,
+                                  .grammar_backend = o->grammar_backend};
     NB_TRY(finish_prepare(server, engine, err));
     NB_TRY(nbi_served_create(&server->served, engine, &server->text, &options, err));
     int loading = NBI_SERVER_LOADING; /* a server that is ending meanwhile stays so */

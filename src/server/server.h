@@ -24,6 +24,7 @@ typedef struct nbi_server_options {
     const char *chat_template_file; /* NULL: the checkpoint's */
     const char *reasoning_parser;   /* "auto", "none" or a parser's name */
     const char *tool_parser;        /* the same for tool calls */
+    const char *grammar_backend;    /* "auto", "llguidance", "none" or another library's name */
     uint64_t start_ns; /* when the process started, on the clock of nbi_now_ns(); for the log */
 } nbi_server_options;
 

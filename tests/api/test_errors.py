@@ -32,14 +32,14 @@ COMMON = [
     ("stop_token_ids", 3), ("min_tokens", -1), ("min_tokens", "x"), ("ignore_eos", 1), ("ignore_eos", "yes"),
     ("skip_special_tokens", "no"), ("include_stop_str_in_output", 3), ("stream", "true"), ("stream", 1), ("stream_options", []),
     ("stream_options", {"include_usage": True}), ("frequency_penalty", 2.5), ("presence_penalty", -2.1), ("repetition_penalty", 0),
-    ("frequency_penalty", "x"), ("logit_bias", {"1": 101}), ("logit_bias", {"-1": 5}), ("logit_bias", {"x": 5}), ("logit_bias", {"1": "5"}), ("logit_bias", {"99999999": 1}), ("use_beam_search", True), ("guided_json", {}), ("structured_outputs", {"regex": "a"}),
-    ("prompt_logprobs", 1), ("response_format", "json"), ("bad_words", ["x"]), ("regex", "a+"),
+    ("frequency_penalty", "x"), ("logit_bias", {"1": 101}), ("logit_bias", {"-1": 5}), ("logit_bias", {"x": 5}), ("logit_bias", {"1": "5"}), ("logit_bias", {"99999999": 1}), ("use_beam_search", True), ("guided_json", 3), ("structured_outputs", "regex"),
+    ("prompt_logprobs", 1), ("response_format", "json"), ("bad_words", ["x"]), ("regex", 3),
 ]
 NESTED = [
     ("stop", ["a", 3], "stop[1]"), ("stop", ["a", ""], "stop[1]"), ("stop_token_ids", [1, "x"], "stop_token_ids[1]"),
     ("stop_token_ids", [-1], "stop_token_ids[0]"), ("stop_token_ids", [10**7], "stop_token_ids[0]"),
-    ("response_format", {"type": "json_object"}, "response_format.type"), ("response_format", {"type": 4}, "response_format.type"),
-    ("response_format", {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}, "response_format.type"),
+    ("response_format", {"type": "xml"}, "response_format.type"), ("response_format", {"type": 4}, "response_format.type"),
+    ("response_format", {"type": "json_schema", "json_schema": {"name": "x"}}, "response_format.json_schema.schema"),
 ]
 
 
