@@ -106,6 +106,10 @@ void nbi_lin_panel_avx2(const nbi_lin_panel *p);
 void nbi_lin_panel_avx512_f32(const nbi_lin_panel *p);
 void nbi_lin_panel_avx512(const nbi_lin_panel *p);
 void nbi_lin_panel_amx(const nbi_lin_panel *p);
+/* Panels of at most NBI_LIN_FEW tokens read in place: the same bits as nbi_lin_panel_avx512. False
+ * where the weight kind or the number of columns or tokens is not for it. */
+#define NBI_LIN_FEW 6u
+bool nbi_lin_few_avx512(const nbi_lin_panel *p);
 /* One token's floats to bf16 in the order of the form, zero behind the end: dst[pad32(cols)]. */
 void nbi_lin_round_avx512(uint16_t *dst, const float *src, uint32_t cols, bool nvfp4_order);
 /* [n][pad32] rows of bf16 to one group of pairs. */

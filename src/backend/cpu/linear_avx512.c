@@ -6,6 +6,7 @@
  * second one. Blocking over rows and tokens changes only how often an operand is loaded. */
 #include "backend/cpu/linear.h"
 
+#include "backend/cpu/linear_sum_avx512.h"
 #include "backend/cpu/linear_unpack.h"
 
 #define ROWS_UNPACKED 32u /* rows unpacked together: half a megabyte at 8192 columns, in L2 */
@@ -160,12 +161,9 @@ static inline __attribute__((always_inline)) void block(int R, int N, const uint
             }
         }
     }
-#pragma GCC unroll 8
-    for (int r = 0; r < R; r++)
 #pragma GCC unroll 6
-        for (int t = 0; t < N; t++)
-            out[t * out_stride + r] =
-                alpha * _mm512_reduce_add_ps(scales ? total[r][t] : acc[r][t]);
+    for (int t = 0; t < N; t++)
+        nbi_lin_put_rows(R, out + t * out_stride, scales ? &total[0][t] : &acc[0][t], 6, alpha);
 }
 
 typedef void block_fn(const uint16_t *a, const uint16_t *x, uint32_t pad, const void *const *scales,
@@ -188,8 +186,12 @@ PLAIN(8, 1)
 PLAIN(1, 1)
 PLAIN(4, 2)
 PLAIN(1, 2)
+PLAIN(4, 3)
+PLAIN(1, 3)
 PLAIN(4, 4)
 PLAIN(1, 4)
+PLAIN(4, 5)
+PLAIN(1, 5)
 PLAIN(4, 6)
 PLAIN(1, 6)
 FP8(8, 1)
@@ -207,19 +209,46 @@ typedef struct shape {
     block_fn *many, *one; /* `rows` rows, a single row */
 } shape;
 
-static const shape plain_shapes[] = {{4, 6, block_4x6, block_1x6},
-                                     {4, 4, block_4x4, block_1x4},
-                                     {4, 2, block_4x2, block_1x2},
-                                     {8, 1, block_8x1, block_1x1}};
+static const shape plain_shapes[] = {{4, 6, block_4x6, block_1x6}, {4, 5, block_4x5, block_1x5},
+                                     {4, 4, block_4x4, block_1x4}, {4, 3, block_4x3, block_1x3},
+                                     {4, 2, block_4x2, block_1x2}, {8, 1, block_8x1, block_1x1}};
 static const shape fp8_shapes[] = {
     {4, 3, fp8_4x3, fp8_1x3}, {4, 2, fp8_4x2, fp8_1x2}, {8, 1, fp8_8x1, fp8_1x1}};
 
+/* Asks for the codes, or whatever the file has, of row r of the panel. */
+static void fetch_row(const nbi_lin_panel *p, uint32_t r)
+{
+    if (r >= p->n_rows) return;
+    const size_t bytes = nbi_matrix_row_bytes(p->w);
+    const char *row = (const char *)p->w->data + (p->row + r) * bytes;
+    for (size_t i = 0; i < bytes; i += 64) _mm_prefetch(row + i, _MM_HINT_T1);
+}
+
+/* Rows r0 .. of the panel, unpacked at `a`, times all tokens. */
+static void multiply(const nbi_lin_panel *p, const uint16_t *a, uint32_t r0, uint32_t n_rows,
+                     const void *const *scales)
+{
+    const uint32_t pad = nbi_lin_pad(p->w->cols);
+    const uint16_t *x = (const uint16_t *)p->x->data + (size_t)p->t0 * pad;
+    const float alpha = p->w->global_scale * p->x->scale;
+    const shape *s = scales ? fp8_shapes : plain_shapes;
+    for (uint32_t t = 0; t < p->n; t += s->tokens) {
+        while (s->tokens > p->n - t) s++;
+        for (uint32_t r = 0; r < n_rows;) {
+            const bool many = n_rows - r >= s->rows;
+            (many ? s->many : s->one)(a + (size_t)r * pad, x + (size_t)t * pad, pad,
+                                      scales ? scales + r : NULL, alpha,
+                                      p->out + t * p->out_stride + r0 + r, p->out_stride);
+            r += many ? s->rows : 1;
+        }
+    }
+}
+
 void nbi_lin_panel_avx512(const nbi_lin_panel *p)
 {
+    if (nbi_lin_few_avx512(p)) return;
     const nbi_matrix *w = p->w;
     const uint32_t pad = nbi_lin_pad(w->cols);
-    const uint16_t *x = (const uint16_t *)p->x->data + (size_t)p->t0 * pad;
-    const float alpha = w->global_scale * p->x->scale;
     const bool fp8 = w->kind == NBI_WEIGHT_FP8_BLOCK;
     const uint32_t n_scales = (w->cols + NBI_FP8_BLOCK - 1) / NBI_FP8_BLOCK;
     uint16_t *a = p->scratch;
@@ -228,21 +257,12 @@ void nbi_lin_panel_avx512(const nbi_lin_panel *p)
         const void *scales[ROWS_UNPACKED] = {0};
         for (uint32_t r = 0; r < n; r++) {
             const uint32_t row = p->row + r0 + r;
+            fetch_row(p, r0 + r + 4);
             unpack_row(a + (size_t)r * pad, w, row);
             if (fp8)
                 scales[r] =
                     (const char *)w->scales + sizeof(float) * (row / NBI_FP8_BLOCK) * n_scales;
         }
-        const shape *s = fp8 ? fp8_shapes : plain_shapes;
-        for (uint32_t t = 0; t < p->n; t += s->tokens) {
-            while (s->tokens > p->n - t) s++;
-            for (uint32_t r = 0; r < n;) {
-                const bool many = n - r >= s->rows;
-                (many ? s->many : s->one)(a + (size_t)r * pad, x + (size_t)t * pad, pad, scales + r,
-                                          alpha, p->out + t * p->out_stride + r0 + r,
-                                          p->out_stride);
-                r += many ? s->rows : 1;
-            }
-        }
+        multiply(p, a, r0, n, fp8 ? scales : NULL);
     }
 }
