@@ -9,6 +9,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 def pytest_addoption(parser):
     parser.addoption("--build", default="build/release", help="build folder whose nibble is tested")
+    parser.addoption("--long", action="store_true", help="the long form of the tests that have one")
 
 
 @pytest.fixture(scope="session")

@@ -4,10 +4,10 @@
  * written. Ctrl-C ends the answer that is being written, at the prompt it ends the program. */
 #include <errno.h>
 #include <math.h>
+#include <poll.h>
 #include <pthread.h>
 #include <signal.h>
 #include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
 
@@ -16,7 +16,8 @@
 #include "cli/run_options.h"
 #include "server/served.h"
 
-#define READ_MS 50 /* how long Ctrl-C may go unnoticed */
+#define READ_MS    50 /* how long Ctrl-C may go unnoticed */
+#define LINE_BYTES ((size_t)64 << 20)
 
 static const nbi_command command = {
     .name = "chat",
@@ -59,12 +60,31 @@ typedef struct answer {
     uint64_t begin_ns, first_ns, end_ns;
 } answer;
 
+/* ---------------------------------------------------------------- Ctrl-C */
+
+/* SIGINT is blocked in every thread, and let through by the main thread while it writes an answer
+ * or waits for a line: one that comes in between waits too. */
 static volatile sig_atomic_t interrupted;
 
 static void on_interrupt(int number)
 {
     (void)number;
     interrupted = 1;
+}
+
+static void mask_interrupts(int how)
+{
+    sigset_t set;
+    sigemptyset(&set);
+    sigaddset(&set, SIGINT);
+    pthread_sigmask(how, &set, NULL);
+}
+
+static void catch_interrupts(void)
+{
+    struct sigaction action = {.sa_handler = on_interrupt};
+    sigemptyset(&action.sa_mask);
+    sigaction(SIGINT, &action, NULL);
 }
 
 /* ---------------------------------------------------------------- output */
@@ -211,6 +231,7 @@ static nb_status reply(chat *c, nb_error *err)
     answer a = {.begin_ns = nbi_now_ns()};
     nb_status status;
     interrupted = 0;
+    mask_interrupts(SIG_UNBLOCK);
     NB_TRY_OR(status, encode(c, &prompt, err), done);
     NB_TRY_OR(status, submit(c, &request, &prompt, err), done);
     nbi_reasoning_init(&a.splitter, c->reasoning, prompt.thinking_open);
@@ -219,6 +240,7 @@ static nb_status reply(chat *c, nb_error *err)
     if (status == NB_OK) status = keep(c, &a, err);
     if (status == NB_OK) print_speed(c, &a, finish);
 done:
+    mask_interrupts(SIG_BLOCK);
     interrupted = 0;
     nb_request_close(&request);
     nbi_chat_prompt_free(&prompt);
@@ -228,6 +250,46 @@ done:
 }
 
 /* ---------------------------------------------------------------- lines */
+
+/* Appends what standard input has to *in; false at its end or on Ctrl-C. */
+static bool read_more(nbi_buf *in)
+{
+    struct pollfd input = {.fd = STDIN_FILENO, .events = POLLIN};
+    sigset_t waiting;
+    char piece[4096];
+    pthread_sigmask(SIG_BLOCK, NULL, &waiting);
+    sigdelset(&waiting, SIGINT);
+    for (;;) {
+        int ready = ppoll(&input, 1, NULL, &waiting);
+        if (interrupted) return false;
+        if (ready < 0 && errno == EINTR) continue;
+        ssize_t n = read(STDIN_FILENO, piece, sizeof piece);
+        if (n < 0 && (errno == EINTR || errno == EAGAIN)) continue;
+        return n > 0 && nbi_buf_add(in, piece, (size_t)n) == NB_OK;
+    }
+}
+
+/* The next line without its end, until the next call; NULL at the end. *taken bytes of *in were of
+ * the line before. */
+static char *next_line(nbi_buf *in, size_t *taken, size_t *n)
+{
+    size_t seen = 0;
+    char *end = NULL;
+    if (*taken) memmove(in->data, in->data + *taken, in->len -= *taken);
+    *taken = 0;
+    while (in->len == seen || !(end = memchr(in->data + seen, '\n', in->len - seen))) {
+        seen = in->len;
+        if (read_more(in)) continue;
+        if (interrupted || in->len == 0) return NULL;
+        end = in->data + in->len; /* a last line without a line feed */
+        break;
+    }
+    *n = (size_t)(end - in->data);
+    *taken = *n < in->len ? *n + 1 : *n;
+    if (*n && in->data[*n - 1] == '\r') --*n;
+    in->data[*n] = '\0';
+    return in->data;
+}
 
 static nb_status reset(chat *c, nb_error *err)
 {
@@ -270,50 +332,29 @@ static void take_message(chat *c, const char *line, size_t n, nb_error *err)
 /* Reads lines until the end. Returns the exit status: a failed answer in a pipe is a failure. */
 static int converse(chat *c)
 {
-    char *line = NULL;
-    size_t cap = 0;
+    nbi_buf in = {.max = LINE_BYTES};
+    size_t taken = 0, n;
     int status = NBI_EXIT_OK;
     for (;;) {
         nb_error err = {0};
         if (c->in_tty && c->out_tty) fputs("> ", stdout);
         fflush(stdout);
-        ssize_t n = getline(&line, &cap, stdin);
-        if (n < 0) break; /* the end, or Ctrl-C */
-        while (n > 0 && (line[n - 1] == '\n' || line[n - 1] == '\r')) line[--n] = '\0';
+        char *line = next_line(&in, &taken, &n);
+        if (!line) break; /* the end, or Ctrl-C */
         if (n == 0) continue;
         if (line[0] == '/') {
             if (!take_command(c, line, &err)) break;
             continue;
         }
-        take_message(c, line, (size_t)n, &err);
+        take_message(c, line, n, &err);
         if (err.status != NB_OK && !c->in_tty) status = NBI_EXIT_FAILED;
     }
     if (c->in_tty && c->out_tty) fputc('\n', stdout);
-    free(line);
+    nbi_buf_free(&in);
     return status;
 }
 
 /* ---------------------------------------------------------------- start */
-
-/* SIGINT comes to this thread alone, and interrupts what it waits for. */
-static void catch_interrupts(void)
-{
-    struct sigaction action = {.sa_handler = on_interrupt};
-    sigset_t set;
-    sigemptyset(&action.sa_mask);
-    sigaction(SIGINT, &action, NULL);
-    sigemptyset(&set);
-    sigaddset(&set, SIGINT);
-    pthread_sigmask(SIG_UNBLOCK, &set, NULL);
-}
-
-static void hold_interrupts(void)
-{
-    sigset_t set;
-    sigemptyset(&set);
-    sigaddset(&set, SIGINT);
-    pthread_sigmask(SIG_BLOCK, &set, NULL); /* for the engine's threads */
-}
 
 static nb_status load(chat *c, nb_error *err)
 {
@@ -341,11 +382,11 @@ static int run(chat *c)
     c->out_tty = isatty(STDOUT_FILENO);
     c->err_tty = isatty(STDERR_FILENO);
     c->messages = json_array();
-    hold_interrupts();
+    mask_interrupts(SIG_BLOCK); /* for the engine's threads too */
+    catch_interrupts();
     if (!c->messages || reset(c, &err) != NB_OK || load(c, &err) != NB_OK) {
         status = nbi_cli_fail(&command, &err);
     } else {
-        catch_interrupts();
         if (c->in_tty && c->err_tty) {
             fprintf(stderr,
                     "\x1b[2m%s on %s. /exit or Ctrl-D ends, Ctrl-C stops an answer.\x1b[0m\n",

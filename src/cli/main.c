@@ -2,8 +2,12 @@
  * lives in cmd_NAME.c. */
 #include <stdio.h>
 #include <string.h>
+#include <unistd.h>
 
 #include "cli/cli.h"
+#include "text/template.h"
+
+#define PYTHON_WAIT_MS 10000
 
 static const struct row {
     const char *name;
@@ -31,6 +35,14 @@ static void print_help(FILE *to)
     fprintf(to, "\n  nibble COMMAND --help    everything about a command\n  nibble --version\n");
 }
 
+/* Nothing may run beside exit(): a thread that cannot be waited for ends with the process. */
+static int finish(int status)
+{
+    if (fflush(stdout)) status = NBI_EXIT_FAILED;
+    if (!nbi_template_stop(PYTHON_WAIT_MS)) _exit(status);
+    return status;
+}
+
 int main(int argc, char **argv)
 {
     if (argc < 2) {
@@ -47,10 +59,7 @@ int main(int argc, char **argv)
         return NBI_EXIT_OK;
     }
     for (size_t i = 0; i < sizeof rows / sizeof *rows; i++)
-        if (!strcmp(name, rows[i].name)) {
-            int status = rows[i].run(argc - 1, argv + 1);
-            return fflush(stdout) ? NBI_EXIT_FAILED : status;
-        }
+        if (!strcmp(name, rows[i].name)) return finish(rows[i].run(argc - 1, argv + 1));
     fprintf(stderr, "nibble: unknown %s %s\nTry: nibble --help\n",
             name[0] == '-' ? "option" : "command", name);
     return NBI_EXIT_USAGE;

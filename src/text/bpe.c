@@ -418,7 +418,7 @@ static nb_status encode_short(const nbi_bpe *b, const uint8_t *p, size_t n, nbi_
 
 static void remember(cached *c, const uint8_t *p, size_t n, const int32_t *ids, size_t n_ids)
 {
-    if (n > CACHE_PIECE || n_ids == 0 || n_ids > CACHE_IDS) return;
+    if (n > CACHE_PIECE || n_ids > CACHE_IDS) return;
     c->n = (uint8_t)n;
     c->n_ids = (uint8_t)n_ids;
     memcpy(c->piece, p, n);
@@ -450,6 +450,7 @@ nb_status nbi_bpe_encode(const nbi_bpe *bpe, nbi_bpe_scratch *scratch, const uin
         atomic_store_explicit(&bpe->whole[id],
                               made == 1 && ids->data[first] == (int32_t)id ? WHOLE_YES : WHOLE_NO,
                               memory_order_relaxed);
+    if (made == 0) return NB_OK; /* no byte of it is known, and no unknown token is declared */
     remember(c, piece, n, ids->data + first, made);
     return NB_OK;
 }

@@ -335,17 +335,18 @@ static void *compile_thread(void *arg)
 static struct timespec deadline_after(uint64_t ns)
 {
     struct timespec t;
-    clock_gettime(CLOCK_REALTIME, &t);
+    clock_gettime(CLOCK_MONOTONIC, &t);
     ns += (uint64_t)t.tv_nsec;
     t.tv_sec += (time_t)(ns / 1000000000u);
     t.tv_nsec = (long)(ns % 1000000000u);
     return t;
 }
 
-/* With the lock held; leaves early when the clock is set forward, which is no harm. */
+/* With the lock held. */
 static bool wait_until(const struct timespec *deadline)
 {
-    return pthread_cond_timedwait(&compiling.changed, &compiling.lock, deadline) == 0;
+    return pthread_cond_clockwait(&compiling.changed, &compiling.lock, CLOCK_MONOTONIC, deadline) ==
+           0;
 }
 
 static nb_status start_job(compile_job *j, nb_error *err)

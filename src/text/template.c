@@ -141,6 +141,11 @@ nb_status nbi_template_open(nbi_template **out, const char *dir, nb_error *err)
     return st;
 }
 
+bool nbi_template_stop(uint32_t wait_ms)
+{
+    return nbi_python_stop(wait_ms);
+}
+
 static const nbi_template_text *text_for(const nbi_template *t, bool tools)
 {
     return tools && t->tools.source ? &t->tools : &t->plain;

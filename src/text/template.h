@@ -50,6 +50,11 @@ void nbi_template_warm(const nbi_template *tmpl);
 nb_status nbi_template_render(const nbi_template *tmpl, const char *context, size_t n,
                               nbi_buf *text, nb_error *err);
 
+/* Ends the thread of Python after the jobs it has; no render may run or follow. False: it was not
+ * done after wait_ms. Before the process calls exit(): what Python has loaded (OpenSSL, through
+ * hashlib) takes itself down in there, and must not be in use meanwhile. */
+bool nbi_template_stop(uint32_t wait_ms);
+
 /* ---- between template.c and template_python.c */
 
 /* One text: what the Python side needs to know. `id` is never used twice in a process. */
@@ -65,6 +70,7 @@ nb_status nbi_python_render(const nbi_template_text *text, const char *context, 
 void nbi_python_warm(
     const nbi_template_text *text); /* may outlive the call: copies what it needs */
 void nbi_python_forget(uint64_t id);
+bool nbi_python_stop(uint32_t wait_ms);
 
 #ifdef __cplusplus
 }

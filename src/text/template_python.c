@@ -4,7 +4,8 @@
  * watchdog of its job: when the time is over it raises TimeoutError inside the render thread. Which
  * job runs is only changed with the GIL held, so that the exception cannot hit the next one.
  * Python's raw allocator is wrapped to count bytes, and refuses the render thread more than its
- * bound: Python then raises MemoryError. The thread lives until the process ends. */
+ * bound: Python then raises MemoryError. The thread lives until nbi_python_stop(); what it leaves
+ * in memory, the process's end takes. */
 #include "text/template.h"
 
 #if !NBI_WITH_PYTHON
@@ -26,6 +27,12 @@ void nbi_python_warm(const nbi_template_text *text)
 void nbi_python_forget(uint64_t id)
 {
     (void)id;
+}
+
+bool nbi_python_stop(uint32_t wait_ms)
+{
+    (void)wait_ms;
+    return true;
 }
 
 #else
@@ -72,7 +79,8 @@ static struct {
     pthread_mutex_t lock;
     pthread_cond_t work, changed;
     job *head, **tail;
-    bool started;
+    pthread_t thread;
+    bool started, stopping, ended;
     /* written with the GIL held */
     const job *running;
     unsigned long thread_id;
@@ -296,12 +304,19 @@ static void run_job(PyObject *space, job *j)
     Py_XDECREF(result);
 }
 
-/* Without the GIL: the lock may be held by a caller that waits for it. */
+/* NULL when the thread is to end. Without the GIL: the lock may be held by a caller that waits for
+ * it. */
 static job *next_job(void)
 {
     pthread_mutex_lock(&py.lock);
-    while (!py.head) pthread_cond_wait(&py.work, &py.lock);
+    while (!py.head && !py.stopping) pthread_cond_wait(&py.work, &py.lock);
     job *j = py.head;
+    if (!j) {
+        py.ended = true;
+        pthread_cond_broadcast(&py.changed);
+        pthread_mutex_unlock(&py.lock);
+        return NULL;
+    }
     py.head = j->next;
     if (!py.head) py.tail = &py.head;
     j->started_ns = nbi_now_ns();
@@ -337,8 +352,7 @@ static void *render_thread(void *arg)
     PyThreadState *state = running ? PyEval_SaveThread() : NULL;
     nbi_log(NB_LOG_DEBUG, "chat templates: Jinja2 %s after %.0f ms", space ? "ready" : "failed",
             (double)(nbi_now_ns() - start_ns) * 1e-6);
-    for (;;) {
-        job *j = next_job();
+    for (job *j; (j = next_job());) {
         if (space) {
             PyEval_RestoreThread(state);
             run_job(space, j);
@@ -359,12 +373,11 @@ static nb_status start_thread(nb_error *err)
 {
     if (py.started) return NB_OK;
     pthread_attr_t attr;
-    pthread_t thread;
+    if (py.stopping) return nbi_fail(err, NB_CLOSED, "chat templates have been stopped");
     int rc = pthread_attr_init(&attr);
     if (rc == 0) {
         (void)pthread_attr_setstacksize(&attr, THREAD_STACK_BYTES);
-        (void)pthread_attr_setdetachstate(&attr, PTHREAD_CREATE_DETACHED);
-        rc = pthread_create(&thread, &attr, render_thread, NULL);
+        rc = pthread_create(&py.thread, &attr, render_thread, NULL);
         pthread_attr_destroy(&attr);
     }
     if (rc != 0)
@@ -395,11 +408,22 @@ static void interrupt(job *j)
     PyGILState_Release(state);
 }
 
+/* Until something changed, or for that long, whatever happens to the time of day. With the lock
+ * held. */
+static void wait_changed(uint64_t ns)
+{
+    struct timespec until;
+    clock_gettime(CLOCK_MONOTONIC, &until);
+    ns += (uint64_t)until.tv_nsec;
+    until.tv_sec += (time_t)(ns / 1000000000u);
+    until.tv_nsec = (long)(ns % 1000000000u);
+    (void)pthread_cond_clockwait(&py.changed, &py.lock, CLOCK_MONOTONIC, &until);
+}
+
 static void wait_for(job *j)
 {
     pthread_mutex_lock(&py.lock);
     while (!j->done) {
-        struct timespec until;
         uint64_t now = nbi_now_ns();
         if (j->started_ns && now - j->started_ns >= JOB_NS) {
             pthread_mutex_unlock(&py.lock);
@@ -409,14 +433,8 @@ static void wait_for(job *j)
             if (j->done) break;
             now = nbi_now_ns();
         }
-        uint64_t left = j->started_ns && now - j->started_ns < JOB_NS
-                            ? JOB_NS - (now - j->started_ns)
-                            : JOB_NS / 20;
-        clock_gettime(CLOCK_REALTIME, &until);
-        left += (uint64_t)until.tv_nsec;
-        until.tv_sec += (time_t)(left / 1000000000u);
-        until.tv_nsec = (long)(left % 1000000000u);
-        (void)pthread_cond_timedwait(&py.changed, &py.lock, &until);
+        wait_changed(j->started_ns && now - j->started_ns < JOB_NS ? JOB_NS - (now - j->started_ns)
+                                                                   : JOB_NS / 20);
     }
     pthread_mutex_unlock(&py.lock);
 }
@@ -466,13 +484,28 @@ void nbi_python_warm(const nbi_template_text *text)
 void nbi_python_forget(uint64_t id)
 {
     pthread_mutex_lock(&py.lock);
-    job *j = py.started ? nbi_calloc(1, sizeof *j) : NULL;
+    job *j = py.started && !py.stopping ? nbi_calloc(1, sizeof *j) : NULL;
     if (j) {
         j->kind = JOB_FORGET;
         j->text.id = id;
         enqueue(j);
     }
     pthread_mutex_unlock(&py.lock);
+}
+
+bool nbi_python_stop(uint32_t wait_ms)
+{
+    uint64_t end = nbi_now_ns() + (uint64_t)wait_ms * 1000000u;
+    pthread_mutex_lock(&py.lock);
+    bool join = py.started && !py.stopping;
+    py.stopping = true;
+    pthread_cond_signal(&py.work);
+    for (uint64_t now; py.started && !py.ended && (now = nbi_now_ns()) < end;)
+        wait_changed(end - now);
+    bool ended = !py.started || py.ended;
+    pthread_mutex_unlock(&py.lock);
+    if (join && ended) pthread_join(py.thread, NULL);
+    return ended;
 }
 
 #endif

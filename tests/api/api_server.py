@@ -23,8 +23,8 @@ def free_port():
 class Server:
     """One `nibble serve` process."""
 
-    def __init__(self, binary, model, *options, wait=True, env=None):
-        self.port = free_port()
+    def __init__(self, binary, model, *options, wait=True, env=None, port=None):
+        self.port = port or free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.lines = []
         command = [str(binary), "serve", "--port", str(self.port)]

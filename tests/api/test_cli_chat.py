@@ -105,8 +105,31 @@ def test_interrupt(nibble_bin, model_dir):
             pytest.skip("every answer ended by itself")
         t.send(b"/reset\n")
         t.wait_for(r"> $")
-        time.sleep(0.5) # the prompt is shown a moment before the program waits for a line
         os.kill(t.pid, signal.SIGINT)
         assert t.status() == 0
     finally:
         os.close(t.fd)
+
+
+def test_interrupt_at_the_prompt(nibble_bin, model_dir, sanitized):
+    """However soon after the prompt, or before it: Ctrl-C is not lost."""
+    for delay in [None, 0.0] if sanitized else [None, 0.0, 0.0, 0.0, 0.0005, 0.002, 0.02]:
+        t = Terminal(nibble_bin, "chat", "--model", model_dir)
+        try:
+            if delay is None: # while it loads: no later than at the prompt
+                time.sleep(0.02)
+            else:
+                t.wait_for(r"> $")
+                time.sleep(delay)
+            os.write(t.fd, b"\x03")
+            assert t.status() in (0, -signal.SIGINT if delay is None else 0)
+        finally:
+            os.close(t.fd)
+
+
+def test_lines(nibble_bin, model_dir):
+    """Several lines in one piece, line ends of both kinds, and a last line without one."""
+    whole = talk(nibble_bin, model_dir, "/think off\r\nSay a word\n\n/reset\nSay a word", "--reasoning-parser", "none")
+    assert whole.returncode == 0, whole.stderr
+    one = talk(nibble_bin, model_dir, "Say a word\n", "--no-think", "--reasoning-parser", "none")
+    assert one.stdout.strip() and whole.stdout == one.stdout * 2
