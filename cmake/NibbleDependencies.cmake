@@ -14,6 +14,9 @@ nibble_need(JANSSON jansson libjansson-dev)
 nibble_need(PCRE2 libpcre2-8 libpcre2-dev)
 nibble_need(UTF8PROC libutf8proc libutf8proc-dev)
 nibble_need(MICROHTTPD libmicrohttpd libmicrohttpd-dev)
+# Certificates that are read again while the server runs: libmicrohttpd's own options only take them at its start. Its package
+# brings this one along.
+nibble_need(GNUTLS gnutls libgnutls28-dev)
 if(NIBBLE_TESTS)
     nibble_need(CMOCKA cmocka libcmocka-dev)
 endif()

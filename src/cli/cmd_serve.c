@@ -10,8 +10,9 @@
 #include <unistd.h>
 
 #include "base/log.h"
+#include "cli/http_options.h"
 #include "cli/run_options.h"
-#include "server/server.h"
+#include "cli/service.h"
 
 #define STOP_WAIT_MS 2000
 
@@ -24,7 +25,8 @@ static const nbi_command command = {
             "and not.\n"
             "The port opens at once; until the model is loaded requests get 503 and\n"
             "/health shows how far it is. SIGINT or SIGTERM ends the server, a second one ends it "
-            "at once.\n\n"
+            "at once.\n"
+            "SIGHUP reads API keys and certificate again.\n\n"
             "Example: nibble serve --port 8000\n"
             "         curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: "
             "application/json' \\\n"
@@ -74,6 +76,7 @@ static sigset_t signals(void)
     sigaddset(&set, SIGINT);
     sigaddset(&set, SIGTERM);
     sigaddset(&set, SIGUSR1);
+    sigaddset(&set, SIGHUP);
     return set;
 }
 
@@ -82,6 +85,7 @@ static void let_signals_kill(const sigset_t *set)
 {
     signal(SIGINT, SIG_DFL);
     signal(SIGTERM, SIG_DFL);
+    signal(SIGHUP, SIG_IGN);
     signal(SIGUSR1, SIG_IGN); /* the loader may still say that it is done */
     pthread_sigmask(SIG_UNBLOCK, set, NULL);
 }
@@ -97,9 +101,18 @@ static int wait_for_end(serving *s, const sigset_t *set)
         if (number == SIGUSR1) {
             if (!joined) pthread_join(s->loader, NULL);
             joined = true;
-            if (s->status == NB_OK) continue;
+            if (s->status == NB_OK) {
+                nbi_service_say("READY=1\nSTATUS=serving");
+                continue;
+            }
             return nbi_cli_fail(&command, &s->err);
         }
+        if (number == SIGHUP) {
+            nbi_log(NB_LOG_INFO, "SIGHUP: reading files again");
+            nbi_server_reload(s->server);
+            continue;
+        }
+        nbi_service_say("STOPPING=1");
         nbi_log(NB_LOG_INFO, "%s: ending", number == SIGINT ? "SIGINT" : "SIGTERM");
         let_signals_kill(set);
         nbi_server_stop(s->server, STOP_WAIT_MS);
@@ -135,44 +148,36 @@ static int serve(serving *s)
 
 /* ---------------------------------------------------------------- options */
 
-static int apply(serving *s, uint32_t port, const nbi_opt_list *names, const nbi_opt_list *keys,
-                 int n_operands, char **argv)
+static int apply(serving *s, nbi_http_options *http, const nbi_opt_list *names, int n_operands,
+                 char **argv)
 {
-    if (port > 65535) return nbi_cli_usage(&command, "--port: %u is more than 65535", port);
     if (n_operands > 1) return nbi_cli_usage(&command, "more than one MODEL");
     if (n_operands && s->model.model) {
         return nbi_cli_usage(&command, "the model is named twice: %s and %s", argv[1],
                              s->model.model);
     }
     if (n_operands) s->model.model = argv[1];
-    for (size_t i = 0; i < keys->n; i++) {
-        if (!keys->items[i][0]) return nbi_cli_usage(&command, "--api-key: the key is empty");
-    }
-    s->options.port = (uint16_t)port;
     s->options.names = names->items;
     s->options.n_names = (uint32_t)names->n;
-    s->options.api_keys = keys->items;
-    s->options.n_api_keys = (uint32_t)keys->n;
+    int status = nbi_http_options_apply(http, &command);
+    if (status >= 0) return status;
     return nbi_run_options_apply(&s->model, &command);
 }
 
 int nbi_cmd_serve(int argc, char **argv)
 {
     serving s = {0};
-    nbi_opt_list names = {0}, keys = {0};
+    nbi_opt_list names = {0};
+    nbi_http_options http;
     int n_operands = 0;
     nbi_server_options_default(&s.options);
+    nbi_http_options_init(&http, &s.options);
     nbi_run_options_init(&s.model, "info");
-    uint32_t port = s.options.port;
     const nbi_opt options[] = {
         NBI_RUN_OPTION_ROWS(&s.model),
-        {"host", NBI_OPT_STRING, &s.options.host, "HOST",
-         "name or address to listen on (default 127.0.0.1)", false},
-        {"port", NBI_OPT_U32, &port, "N", "default 8000; 0: any free one, see the log", false},
+        NBI_HTTP_OPTION_ROWS(&http),
         {"served-model-name", NBI_OPT_LIST, &names, "NAME",
          "what clients call the model (default: its folder's name);\nmay be repeated", false},
-        {"api-key", NBI_OPT_LIST, &keys, "KEY",
-         "requests need \"Authorization: Bearer KEY\"; may be repeated", false},
         {"chat-template", NBI_OPT_STRING, &s.options.chat_template_file, "FILE",
          "Jinja file instead of the checkpoint's", false},
         {"reasoning-parser", NBI_OPT_STRING, &s.options.reasoning_parser, "NAME",
@@ -185,17 +190,13 @@ int nbi_cmd_serve(int argc, char **argv)
          "structured output: auto (default: llguidance where it is installed), llguidance (not to "
          "start\nwithout it), none; xgrammar, outlines and guidance are taken as auto",
          false},
-        {"max-body-bytes", NBI_OPT_BYTES, &s.options.max_body_bytes, "N",
-         "size of a request body at most (default 64Mi)", false},
-        {"http-threads", NBI_OPT_U32, &s.options.n_threads, "N",
-         "threads that read and write requests (default 2)", false},
         {0},
     };
     int status = nbi_cli_parse(&command, options, argc, argv, &n_operands);
-    if (status < 0) status = apply(&s, port, &names, &keys, n_operands, argv);
+    if (status < 0) status = apply(&s, &http, &names, n_operands, argv);
     if (status < 0) status = serve(&s);
     nbi_run_options_free(&s.model);
     nbi_opt_list_free(&names);
-    nbi_opt_list_free(&keys);
+    nbi_http_options_free(&http);
     return status;
 }

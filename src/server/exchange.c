@@ -6,6 +6,7 @@
 
 #include "base/clock.h"
 #include "base/log.h"
+#include "server/cors.h"
 #include "server/http.h"
 
 /* libmicrohttpd takes at most this much of a stream at a time. */
@@ -58,10 +59,27 @@ void nbi_exchange_destroy(nbi_exchange *ex)
     nbi_watch_remove(ex);
     leave(ex->server, ex);
     nbi_job_close(&ex->job);
-    nbi_buf_free(&ex->body);
+    nbi_exchange_drop_body(ex);
     nbi_buf_free(&ex->out);
     pthread_mutex_destroy(&ex->lock);
     nbi_free(ex);
+}
+
+/* ---------------------------------------------------------------- bodies */
+
+nb_status nbi_exchange_add_body(nbi_exchange *ex, const char *data, size_t n)
+{
+    atomic_uint_fast64_t *all = &ex->server->buffered;
+    ex->buffered += n;
+    if (atomic_fetch_add(all, n) + n > ex->server->options.max_buffered_bytes) return NB_BUSY;
+    return nbi_buf_add(&ex->body, data, n);
+}
+
+void nbi_exchange_drop_body(nbi_exchange *ex)
+{
+    nbi_buf_free(&ex->body);
+    atomic_fetch_sub(&ex->server->buffered, ex->buffered);
+    ex->buffered = 0;
 }
 
 /* ---------------------------------------------------------------- waiting */
@@ -120,6 +138,7 @@ static void work(nbi_exchange *ex)
 
 static void add_headers(const nbi_exchange *ex, struct MHD_Response *response, unsigned http)
 {
+    nbi_cors_add_headers(ex, response);
     MHD_add_response_header(response, "Content-Type", "application/json");
     if (http == 401) MHD_add_response_header(response, "WWW-Authenticate", "Bearer");
     if (http == 405 && ex->allow) MHD_add_response_header(response, "Allow", ex->allow);
@@ -134,6 +153,7 @@ enum MHD_Result nbi_exchange_reply(nbi_exchange *ex, unsigned http, nbi_buf *bod
         nbi_buf_free(body);
         return MHD_NO;
     }
+    nbi_peers_step(&ex->server->peers, ex->conn, NBI_PEER_REPLY, body->len);
     *body = (nbi_buf){0};
     add_headers(ex, response, http);
     enum MHD_Result result = MHD_queue_response(ex->conn, http, response);
@@ -160,7 +180,9 @@ enum MHD_Result nbi_exchange_reply_error(nbi_exchange *ex)
 
 /* ---------------------------------------------------------------- streams */
 
-/* Gives libmicrohttpd bytes of the stream; 0 with the connection suspended when there are none. */
+/* Gives libmicrohttpd bytes of the stream; 0 with the connection suspended when there are none.
+ * `out` is filled again only when the client has taken all of it; until then the events wait in the
+ * requests' rings, and behind full rings the requests wait. A client that takes too long is cut. */
 static ssize_t read_stream(void *cls, uint64_t pos, char *buf, size_t max)
 {
     nbi_exchange *ex = cls;
@@ -169,12 +191,16 @@ static ssize_t read_stream(void *cls, uint64_t pos, char *buf, size_t max)
         nbi_buf_clear(&ex->out);
         ex->out_done = 0;
         if (ex->job->ended) {
+            nbi_peers_step(&ex->server->peers, ex->conn, NBI_PEER_REPLY, 0);
             return ex->job->cut ? MHD_CONTENT_READER_END_WITH_ERROR
                                 : MHD_CONTENT_READER_END_OF_STREAM;
         }
         work(ex);
         if (atomic_load(&ex->gone)) return MHD_CONTENT_READER_END_WITH_ERROR;
-        if (!ex->out.len && !ex->job->ended && suspend(ex)) return 0;
+        bool idle = !ex->out.len && !ex->job->ended;
+        nbi_peers_step(&ex->server->peers, ex->conn, idle ? NBI_PEER_WORK : NBI_PEER_REPLY,
+                       ex->out.len);
+        if (idle && suspend(ex)) return 0;
     }
     size_t n = ex->out.len - ex->out_done;
     if (n > max) n = max;
@@ -191,6 +217,7 @@ static enum MHD_Result begin_stream(nbi_exchange *ex)
     MHD_add_response_header(response, "Content-Type", "text/event-stream; charset=utf-8");
     MHD_add_response_header(response, "Cache-Control", "no-cache");
     MHD_add_response_header(response, "X-Accel-Buffering", "no");
+    nbi_cors_add_headers(ex, response);
     enum MHD_Result result = MHD_queue_response(ex->conn, MHD_HTTP_OK, response);
     MHD_destroy_response(response);
     return result;
@@ -203,7 +230,7 @@ static nb_status open_job(nbi_exchange *ex, const nbi_surface *surface)
 {
     json_t *root = NULL;
     NB_TRY(nbi_body_parse(&root, ex->body.data, ex->body.len, &ex->error));
-    nbi_buf_free(&ex->body);
+    nbi_exchange_drop_body(ex);
     nb_status status =
         nbi_job_open(&ex->job, surface, ex->server->served, root, on_notify, ex, &ex->error);
     json_decref(root);

@@ -31,6 +31,8 @@ struct nbi_exchange {
     uint64_t serial;           /* never used twice */
     uint64_t begin_ns;
 
+    bool preflight;    /* the reply says what other origins may (cors.h) */
+    uint64_t buffered; /* what the body adds to server->buffered */
     nbi_buf body;
     uint64_t discarded;  /* body bytes dropped because the reply is decided */
     nbi_api_error error; /* http != 0: the reply is this */
@@ -50,6 +52,11 @@ struct nbi_exchange {
 /* NULL when out of memory. Enters the server's list. */
 nbi_exchange *nbi_exchange_create(nbi_server *server, struct MHD_Connection *conn);
 void nbi_exchange_destroy(nbi_exchange *ex);
+
+/* Appends to the body. NB_TOO_LARGE: more than one may have; NB_BUSY: more than all may have
+ * together; NB_NO_MEMORY. */
+NBI_MUST_CHECK nb_status nbi_exchange_add_body(nbi_exchange *ex, const char *data, size_t n);
+void nbi_exchange_drop_body(nbi_exchange *ex);
 
 /* Something changed: work on it again. From any thread. */
 void nbi_exchange_wake(nbi_exchange *ex);

@@ -14,11 +14,12 @@
 #include <sys/resource.h>
 
 #include "base/log.h"
+#include "server/cors.h"
 
-#define IDLE_SECONDS    75u
-#define DISCARD_MAX     ((uint64_t)1 << 30) /* body bytes read only to be dropped */
-#define CONNECTIONS_MAX 4096u
-#define OTHER_FILES     64u /* descriptors kept for everything but connections */
+#define DISCARD_MAX    ((uint64_t)1 << 30) /* body bytes read only to be dropped */
+#define POOL_EXTRA     8192u               /* of a connection's memory that headers do not get */
+#define TLS_PRIORITIES "NORMAL:-VERS-ALL:+VERS-TLS1.3:+VERS-TLS1.2"
+#define OTHER_FILES    64u /* descriptors kept for everything but connections */
 
 static const nbi_route routes[] = {
     {.path = "/health", .open = true, .get = nbi_get_health},
@@ -67,18 +68,6 @@ static const char *header(const nbi_exchange *ex, const char *name)
     return MHD_lookup_connection_value(ex->conn, MHD_HEADER_KIND, name);
 }
 
-/* Takes the same time wherever the difference is. */
-static bool equal_secret(const char *given, const char *secret)
-{
-    size_t n = strlen(secret), n_given = strlen(given);
-    volatile unsigned char difference = n != n_given;
-    for (size_t i = 0; i < n; i++) {
-        unsigned char c = n_given ? (unsigned char)given[i % n_given] : 0;
-        difference = (unsigned char)(difference | (c ^ (unsigned char)secret[i]));
-    }
-    return difference == 0;
-}
-
 /* Behind "Authorization: Bearer", or in "X-Api-Key" as Anthropic's clients send it; NULL when there
  * is none. */
 static const char *given_key(const nbi_exchange *ex)
@@ -90,18 +79,14 @@ static const char *given_key(const nbi_exchange *ex)
 
 static nb_status check_key(nbi_exchange *ex)
 {
-    const nbi_server_options *o = &ex->server->options;
+    nbi_keys *keys = ex->server->keys;
     const char *given = given_key(ex);
-    bool known = false;
-    if (!o->n_api_keys || ex->route->open) return NB_OK;
+    if (ex->route->open || !nbi_keys_count(keys)) return NB_OK;
     if (!given) {
         return nbi_api_fail(&ex->error, 401, "invalid_api_key", NULL,
                             "this server needs an API key: Authorization: Bearer KEY");
     }
-    for (uint32_t i = 0; i < o->n_api_keys; i++) {
-        known = equal_secret(given, o->api_keys[i]) || known;
-    }
-    if (known) return NB_OK;
+    if (nbi_keys_match(keys, given)) return NB_OK;
     return nbi_api_fail(&ex->error, 401, "invalid_api_key", NULL, "the API key is not known here");
 }
 
@@ -166,6 +151,9 @@ static bool reply_at_once(const nbi_exchange *ex)
 
 static enum MHD_Result first_call(nbi_exchange *ex, const char *url, const char *method)
 {
+    nbi_peers_step(&ex->server->peers, ex->conn, NBI_PEER_BODY, 0);
+    ex->preflight = nbi_cors_is_preflight(ex, method);
+    if (ex->preflight) return MHD_YES;
     if (check_route(ex, url, method) == NB_OK && check_key(ex) == NB_OK &&
         check_phase(ex) == NB_OK && check_body_headers(ex) == NB_OK) {
         return MHD_YES;
@@ -175,11 +163,15 @@ static enum MHD_Result first_call(nbi_exchange *ex, const char *url, const char 
 
 static enum MHD_Result take_body(nbi_exchange *ex, const char *data, size_t n)
 {
-    if (ex->error.http == 0 && ex->route->surface) {
-        nb_status status = nbi_buf_add(&ex->body, data, n);
+    if (ex->error.http == 0 && ex->route && ex->route->surface) {
+        nb_status status = nbi_exchange_add_body(ex, data, n);
         if (status == NB_OK) return MHD_YES;
-        nbi_buf_free(&ex->body);
-        if (status == NB_TOO_LARGE) {
+        nbi_exchange_drop_body(ex);
+        if (status == NB_BUSY) {
+            nbi_api_fail(&ex->error, 503, "too_many_bodies", NULL,
+                         "the bodies of other requests fill the %llu bytes that are kept for them",
+                         (unsigned long long)ex->server->options.max_buffered_bytes);
+        } else if (status == NB_TOO_LARGE) {
             nbi_api_fail(&ex->error, 413, "request_too_large", NULL,
                          "the body is larger than the %llu bytes that are read",
                          (unsigned long long)ex->server->options.max_body_bytes);
@@ -195,6 +187,8 @@ static enum MHD_Result last_call(nbi_exchange *ex)
 {
     nbi_buf out = {0};
     atomic_store(&ex->started, true);
+    if (ex->preflight) return nbi_cors_reply_preflight(ex);
+    nbi_peers_step(&ex->server->peers, ex->conn, NBI_PEER_WORK, 0);
     if (ex->error.http) return nbi_exchange_reply_error(ex);
     if (ex->job) return nbi_exchange_continue(ex);
     if (ex->route->surface) return nbi_exchange_begin(ex, ex->route->surface);
@@ -225,11 +219,11 @@ static enum MHD_Result on_request(void *cls, struct MHD_Connection *conn, const 
 static void on_completed(void *cls, struct MHD_Connection *conn, void **slot,
                          enum MHD_RequestTerminationCode why)
 {
-    (void)cls;
-    (void)conn;
+    nbi_server *server = cls;
     (void)why;
     if (*slot) nbi_exchange_destroy(*slot);
     *slot = NULL;
+    nbi_peers_step(&server->peers, conn, NBI_PEER_KEPT, 0);
 }
 
 /* ---------------------------------------------------------------- start */
@@ -244,30 +238,54 @@ static void on_log(void *cls, const char *fmt, va_list args)
     nbi_log(NB_LOG_DEBUG, "http: %s", line);
 }
 
-static unsigned connection_limit(void)
+static unsigned connection_limit(unsigned wanted)
 {
     struct rlimit limit;
-    if (getrlimit(RLIMIT_NOFILE, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY) {
-        return CONNECTIONS_MAX;
-    }
-    if (limit.rlim_cur >= CONNECTIONS_MAX + OTHER_FILES) return CONNECTIONS_MAX;
-    return limit.rlim_cur > 2 * OTHER_FILES ? (unsigned)limit.rlim_cur - OTHER_FILES : OTHER_FILES;
+    if (getrlimit(RLIMIT_NOFILE, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY) return wanted;
+    if (limit.rlim_cur >= (rlim_t)wanted + OTHER_FILES) return wanted;
+    unsigned fits =
+        limit.rlim_cur > 2 * OTHER_FILES ? (unsigned)limit.rlim_cur - OTHER_FILES : OTHER_FILES;
+    if (fits >= wanted) return wanted;
+    nbi_log(NB_LOG_WARN, "at most %u connections instead of %u: the limit of open files is %llu",
+            fits, wanted, (unsigned long long)limit.rlim_cur);
+    return fits;
+}
+
+static nb_status check_https(const nbi_server *server, nb_error *err)
+{
+    if (!server->tls || MHD_is_feature_supported(MHD_FEATURE_TLS) == MHD_YES) return NB_OK;
+    return nbi_fail(err, NB_UNSUPPORTED,
+                    "--ssl-certfile: this libmicrohttpd (%s) was built without GnuTLS",
+                    MHD_get_version());
 }
 
 nb_status nbi_http_start(nbi_server *server, int listen_fd, nb_error *err)
 {
+    const nbi_server_options *o = &server->options;
     unsigned flags =
         MHD_USE_EPOLL_INTERNAL_THREAD | MHD_ALLOW_SUSPEND_RESUME | MHD_USE_ITC | MHD_USE_ERROR_LOG;
+    struct MHD_OptionItem https[] = {
+        {MHD_OPTION_HTTPS_PRIORITIES, 0, (void *)(uintptr_t)TLS_PRIORITIES},
+        {MHD_OPTION_HTTPS_CERT_CALLBACK, 0, nbi_tls_callback()},
+        {MHD_OPTION_END, 0, NULL},
+    };
+    NB_TRY(check_https(server, err));
+    if (!server->tls) https[0].option = MHD_OPTION_END;
+    if (server->tls) flags |= MHD_USE_TLS;
+    size_t pool = (size_t)o->max_header_bytes + POOL_EXTRA;
     server->daemon =
-        MHD_start_daemon(flags, 0, NULL, NULL, on_request, server, /* */
+        MHD_start_daemon(flags, 0, nbi_peers_accept, &server->peers, on_request, server, /* */
                          MHD_OPTION_EXTERNAL_LOGGER, on_log, NULL, /* first: it hears the others */
                          MHD_OPTION_LISTEN_SOCKET, listen_fd,      /* */
-                         MHD_OPTION_NOTIFY_COMPLETED, on_completed, NULL,        /* */
-                         MHD_OPTION_THREAD_POOL_SIZE, server->options.n_threads, /* */
-                         MHD_OPTION_CONNECTION_LIMIT, connection_limit(),        /* */
-                         MHD_OPTION_CONNECTION_TIMEOUT, IDLE_SECONDS,            /* */
-                         MHD_OPTION_STRICT_FOR_CLIENT, 1,                        /* */
-                         MHD_OPTION_SIGPIPE_HANDLED_BY_APP, 1,                   /* */
+                         MHD_OPTION_NOTIFY_COMPLETED, on_completed, server,                 /* */
+                         MHD_OPTION_NOTIFY_CONNECTION, nbi_peers_notify, &server->peers,    /* */
+                         MHD_OPTION_THREAD_POOL_SIZE, o->n_threads,                         /* */
+                         MHD_OPTION_CONNECTION_LIMIT, connection_limit(o->max_connections), /* */
+                         MHD_OPTION_CONNECTION_TIMEOUT, (unsigned)o->idle_timeout_s,        /* */
+                         MHD_OPTION_CONNECTION_MEMORY_LIMIT, pool,                          /* */
+                         MHD_OPTION_STRICT_FOR_CLIENT, 1,                                   /* */
+                         MHD_OPTION_SIGPIPE_HANDLED_BY_APP, 1,                              /* */
+                         MHD_OPTION_ARRAY, https,                                           /* */
                          MHD_OPTION_END);
     if (!server->daemon) {
         return nbi_fail(err, NB_IO, "cannot start the HTTP server: %s", strerror(errno));

@@ -9,14 +9,20 @@
 #include "base/log.h"
 #include "server/exchange.h"
 
-#define STOP_WAIT_MS 2000
-#define LOAD_LOG_NS  2000000000u /* between two lines about the load */
+#define STOP_WAIT_MS    2000
+#define BODIES_BUFFERED 8           /* of the largest size at the same time */
+#define LOAD_LOG_NS     2000000000u /* between two lines about the load */
 
 void nbi_server_options_default(nbi_server_options *options)
 {
     *options = (nbi_server_options){.host = "127.0.0.1",
                                     .port = 8000,
                                     .max_body_bytes = (uint64_t)64 << 20,
+                                    .max_header_bytes = 32u << 10,
+                                    .header_timeout_s = 20,
+                                    .body_timeout_s = 120,
+                                    .idle_timeout_s = 75,
+                                    .max_connections = 4096,
                                     .n_threads = 2,
                                     .reasoning_parser = "auto",
                                     .tool_parser = "auto",
@@ -28,9 +34,13 @@ static nb_status init(nbi_server *server, const nbi_server_options *options)
 {
     pthread_condattr_t attr;
     server->options = *options;
+    if (!server->options.max_buffered_bytes) {
+        server->options.max_buffered_bytes = BODIES_BUFFERED * options->max_body_bytes;
+    }
     server->load_logged_ns = nbi_now_ns();
     server->watch_fd = server->watch_stop = -1;
     atomic_init(&server->phase, NBI_SERVER_LOADING);
+    atomic_init(&server->buffered, 0);
     atomic_init(&server->load_done, 0);
     atomic_init(&server->load_total, 0);
     if (pthread_condattr_init(&attr) != 0) return NB_NO_MEMORY;
@@ -39,6 +49,37 @@ static nb_status init(nbi_server *server, const nbi_server_options *options)
     if (!failed) failed = pthread_cond_init(&server->drained, &attr);
     pthread_condattr_destroy(&attr);
     return failed ? NB_NO_MEMORY : NB_OK;
+}
+
+/* Who may connect, and how. */
+static nb_status open_guards(nbi_server *server, nb_error *err)
+{
+    const nbi_server_options *o = &server->options;
+    const nbi_peers_options peers = {.header_timeout_s = o->header_timeout_s,
+                                     .body_timeout_s = o->body_timeout_s,
+                                     .idle_timeout_s = o->idle_timeout_s,
+                                     .max_per_address = o->max_connections_per_address};
+    NB_TRY(nbi_peers_init(&server->peers, &peers, err));
+    server->has_peers = true;
+    NB_TRY(nbi_keys_open(&server->keys, o->api_keys, o->n_api_keys, o->api_key_file, err));
+    if (!o->ssl_certfile) return NB_OK;
+    return nbi_tls_open(&server->tls, o->ssl_certfile, o->ssl_keyfile, o->header_timeout_s, err);
+}
+
+static const char *scheme(const nbi_server *server)
+{
+    return server->tls ? "https" : "http";
+}
+
+static void log_listening(const nbi_server *server, int fd)
+{
+    const char *host = server->options.host;
+    nbi_log(NB_LOG_INFO, "listening on %s://%s:%u, the model is loading", scheme(server), host,
+            server->port);
+    if (nbi_is_loopback(fd) || nbi_keys_count(server->keys)) return;
+    nbi_log(NB_LOG_WARN,
+            "everybody who can reach %s port %u is served; --api-key-file asks for a key", host,
+            server->port);
 }
 
 nb_status nbi_server_open(nbi_server **out, const nbi_server_options *options, nb_error *err)
@@ -50,11 +91,11 @@ nb_status nbi_server_open(nbi_server **out, const nbi_server_options *options, n
         nbi_free(server);
         return nbi_fail(err, NB_NO_MEMORY, "no memory for the server");
     }
+    NB_TRY_OR(status, open_guards(server, err), fail);
     NB_TRY_OR(status, nbi_watch_start(server, err), fail);
     NB_TRY_OR(status, nbi_listen(&fd, &server->port, options, err), fail);
     NB_TRY_OR(status, nbi_http_start(server, fd, err), fail);
-    nbi_log(NB_LOG_INFO, "listening on http://%s:%u, the model is loading", options->host,
-            server->port);
+    log_listening(server, fd);
     *out = server;
     return NB_OK;
 fail:
@@ -126,10 +167,42 @@ nb_status nbi_server_ready(nbi_server *server, nb_engine *engine, nb_error *err)
     NB_TRY(nbi_served_create(&server->served, engine, &server->text, &options, err));
     int loading = NBI_SERVER_LOADING; /* a server that is ending meanwhile stays so */
     atomic_compare_exchange_strong(&server->phase, &loading, NBI_SERVER_READY);
-    nbi_log(NB_LOG_INFO, "ready after %.3f s: \"%s\" at http://%s:%u",
-            (double)(nbi_now_ns() - o->start_ns) / 1e9, server->served->facts.names[0], o->host,
-            server->port);
+    nbi_log(NB_LOG_INFO, "ready after %.3f s: \"%s\" at %s://%s:%u",
+            (double)(nbi_now_ns() - o->start_ns) / 1e9, server->served->facts.names[0],
+            scheme(server), o->host, server->port);
     return NB_OK;
+}
+
+/* ---------------------------------------------------------------- reload */
+
+static void reload_keys(nbi_server *server)
+{
+    nb_error err = {0};
+    if (!nbi_keys_file(server->keys)) return;
+    if (nbi_keys_reload(server->keys, &err) != NB_OK) {
+        nbi_log(NB_LOG_ERROR, "the API keys stay as they were: %s", err.text);
+        return;
+    }
+    nbi_log(NB_LOG_INFO, "reload: %zu API keys", nbi_keys_count(server->keys));
+}
+
+static void reload_certificate(nbi_server *server)
+{
+    nb_error err = {0};
+    bool changed = false;
+    if (!server->tls) return;
+    if (nbi_tls_reload(server->tls, &changed, &err) != NB_OK) {
+        nbi_log(NB_LOG_ERROR, "the certificate stays as it was: %s", err.text);
+        return;
+    }
+    nbi_log(NB_LOG_INFO, "reload: the certificate is %s",
+            changed ? "a new one" : "what it was before");
+}
+
+void nbi_server_reload(nbi_server *server)
+{
+    reload_keys(server);
+    reload_certificate(server);
 }
 
 /* ---------------------------------------------------------------- stop */
@@ -185,6 +258,9 @@ void nbi_server_close(nbi_server **out)
     if (server->preparing) pthread_join(server->prepare_thread, NULL);
     nbi_served_text_close(&server->text);
     nbi_served_destroy(&server->served);
+    nbi_tls_close(&server->tls);
+    nbi_keys_close(&server->keys);
+    if (server->has_peers) nbi_peers_deinit(&server->peers);
     pthread_cond_destroy(&server->drained);
     pthread_mutex_destroy(&server->lock);
     nbi_free(server);

@@ -17,8 +17,18 @@ typedef struct nbi_server_options {
     uint16_t port;               /* default 8000; 0: any free one */
     const char *const *api_keys; /* [n_api_keys]; none: every request is served */
     uint32_t n_api_keys;
-    uint64_t max_body_bytes;  /* default 64 MiB */
-    uint32_t n_threads;       /* HTTP threads; default 2 */
+    const char *api_key_file;        /* more keys, one per line; NULL: none */
+    const char *ssl_certfile;        /* PEM; NULL: plain HTTP */
+    const char *ssl_keyfile;         /* PEM; NULL: in ssl_certfile */
+    const char *const *cors_origins; /* [n_cors_origins] as nbi_server_check_origin() takes them */
+    uint32_t n_cors_origins;
+    uint64_t max_body_bytes;     /* default 64 MiB */
+    uint64_t max_buffered_bytes; /* bodies of all requests together; 0 (default): 8 bodies */
+    uint32_t max_header_bytes;   /* request line and headers; default 32 KiB */
+    uint32_t header_timeout_s, body_timeout_s, idle_timeout_s; /* > 0; defaults 20, 120, 75 */
+    uint32_t max_connections;             /* default 4096; less where the descriptors end */
+    uint32_t max_connections_per_address; /* 0 (default): no limit */
+    uint32_t n_threads;                   /* HTTP threads; default 2 */
     const char *const *names; /* [n_names] served model names; none: the folder's name */
     uint32_t n_names;
     const char *chat_template_file; /* NULL: the checkpoint's */
@@ -29,6 +39,9 @@ typedef struct nbi_server_options {
 } nbi_server_options;
 
 void nbi_server_options_default(nbi_server_options *options);
+
+/* "*", or scheme://host[:port] without a path, as browsers write it. NB_INVALID names the flag. */
+nb_status nbi_server_check_origin(const char *origin, nb_error *err);
 
 /* Binds and starts to answer. NB_IO names host and port when they cannot be had. Strings of the
  * options must live as long as the server. */
@@ -43,6 +56,10 @@ void nbi_server_progress(void *user, uint64_t done_bytes, uint64_t total_bytes);
  * nbi_server_ready() does it otherwise, and reports what went wrong. `model_dir` must live until
  * then. */
 void nbi_server_prepare(nbi_server *server, const char *model_dir);
+
+/* What SIGHUP asks for: reads keys and certificate again. What cannot be read stays as it was, with
+ * an error line. Any thread but those of the server. */
+void nbi_server_reload(nbi_server *server);
 
 /* Begins to serve an engine that has a thread of its own (nb_engine_start()). */
 nb_status nbi_server_ready(nbi_server *server, nb_engine *engine, nb_error *err);

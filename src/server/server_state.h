@@ -8,8 +8,11 @@
 #include <pthread.h>
 #include <stdatomic.h>
 
+#include "server/auth.h"
+#include "server/peers.h"
 #include "server/served.h"
 #include "server/server.h"
+#include "server/tls.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -27,7 +30,12 @@ struct nbi_server {
     nbi_server_options options;
     uint16_t port;
     struct MHD_Daemon *daemon;
-    atomic_int phase; /* nbi_server_phase */
+    nbi_keys *keys;
+    nbi_tls *tls; /* NULL: plain HTTP */
+    nbi_peers peers;
+    bool has_peers;
+    atomic_uint_fast64_t buffered; /* bytes of bodies that are not yet read whole */
+    atomic_int phase;              /* nbi_server_phase */
     atomic_uint_fast64_t load_done, load_total;
     uint64_t load_logged_ns; /* when the log last heard of the load; the loading thread's */
     nbi_served *served;
@@ -54,6 +62,9 @@ struct nbi_server {
 
 /* A listening socket on options.host and options.port; *port is the one it got. */
 nb_status nbi_listen(int *fd, uint16_t *port, const nbi_server_options *options, nb_error *err);
+
+/* Does the socket take only connections of this machine? */
+bool nbi_is_loopback(int fd);
 
 /* ---- http.c */
 

@@ -1,4 +1,5 @@
-/* The watcher thread. Called by exchange.c and server.c. */
+/* The watcher thread: clients that left, and clients that are too slow. Called by exchange.c and
+ * server.c. */
 #include <errno.h>
 #include <string.h>
 #include <sys/epoll.h>
@@ -51,7 +52,8 @@ static void *run(void *arg)
     nbi_server *server = arg;
     struct epoll_event events[EVENTS_PER_WAIT];
     for (;;) {
-        int n = epoll_wait(server->watch_fd, events, EVENTS_PER_WAIT, -1);
+        int next_ms = nbi_peers_cut_late(&server->peers);
+        int n = epoll_wait(server->watch_fd, events, EVENTS_PER_WAIT, next_ms);
         if (n < 0 && errno != EINTR) return NULL;
         for (int i = 0; i < n; i++) {
             if (events[i].data.u64 == 0) return NULL; /* watch_stop */

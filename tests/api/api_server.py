@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import socket
+import ssl
 import subprocess
 import threading
 import time
@@ -23,11 +24,15 @@ def free_port():
 class Server:
     """One `nibble serve` process."""
 
-    def __init__(self, binary, model, *options, wait=True, env=None, port=None):
+    def __init__(self, binary, model, *options, wait=True, env=None, port=None, ca=None, key=None, prefix=()):
+        """`ca`: the server speaks HTTPS with a certificate of this file; `key`: sent with every request; `prefix`: a command that
+        runs the server's."""
         self.port = port or free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
+        self.url = f"{'https' if ca else 'http'}://127.0.0.1:{self.port}"
+        self.verify = ssl.create_default_context(cafile=ca) if ca else True
+        self.key = key
         self.lines = []
-        command = [str(binary), "serve", "--port", str(self.port)]
+        command = [*prefix, str(binary), "serve", "--port", str(self.port)]
         if model is not None:
             command += ["--model", str(model)]
         self.process = subprocess.Popen(command + list(options), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
@@ -46,10 +51,14 @@ class Server:
         return "\n".join(self.lines)
 
     def get(self, path, **kwargs):
-        return httpx.get(self.url + path, timeout=60, **kwargs)
+        return httpx.get(self.url + path, timeout=60, verify=self.verify, headers=self._headers(kwargs), **kwargs)
 
     def post(self, path, body, **kwargs):
-        return httpx.post(self.url + path, json=body, timeout=300, **kwargs)
+        return httpx.post(self.url + path, json=body, timeout=300, verify=self.verify, headers=self._headers(kwargs), **kwargs)
+
+    def _headers(self, kwargs):
+        key = {"Authorization": f"Bearer {self.key}"} if self.key else {}
+        return {**key, **kwargs.pop("headers", {})}
 
     def wait_ready(self):
         end = time.monotonic() + START_SECONDS
