@@ -17,6 +17,8 @@ nibble_need(MICROHTTPD libmicrohttpd libmicrohttpd-dev)
 # Certificates that are read again while the server runs: libmicrohttpd's own options only take them at its start. Its package
 # brings this one along.
 nibble_need(GNUTLS gnutls libgnutls28-dev)
+# Headers only: the library is opened when `nibble bench serve` runs (src/perf/curl_api.h).
+nibble_need(CURL libcurl libcurl4-openssl-dev)
 if(NIBBLE_TESTS)
     nibble_need(CMOCKA cmocka libcmocka-dev)
 endif()

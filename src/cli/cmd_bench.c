@@ -8,7 +8,7 @@
 static const nbi_command command = {
     .name = "bench",
     .summary = "Decode and prefill speed against the floor of the machine's read bandwidth.",
-    .usage = "(decode | prefill) --model DIR [OPTIONS]",
+    .usage = "(decode | prefill) --model DIR [OPTIONS]\n       nibble bench serve [OPTIONS]",
     .text =
         "Runs the model on random tokens, fresh each step, so that experts are chosen as in real\n"
         "use. The floor of a token is the bytes that it must read, divided by the bandwidth that\n"
@@ -16,7 +16,8 @@ static const nbi_command command = {
         "the repeats, with the smallest and the largest. gmac_per_s counts the multiply-adds of\n"
         "all matrix products, not the attention over the cache.\n"
         "  decode   steps of --batch sequences whose caches hold --context tokens\n"
-        "  prefill  prompts of --tokens tokens behind --context tokens",
+        "  prefill  prompts of --tokens tokens behind --context tokens\n"
+        "  serve    load against a running server, over HTTP: see nibble bench serve --help",
     .operands = "decode or prefill",
 };
 
@@ -59,7 +60,7 @@ static void print_text(const args *a, const nbi_bench_result *r)
 static int settle(args *a, int n_operands, char **argv)
 {
     if (n_operands != 1 || (strcmp(argv[1], "decode") && strcmp(argv[1], "prefill")))
-        return nbi_cli_usage(&command, "say what to measure: decode or prefill");
+        return nbi_cli_usage(&command, "say what to measure: decode, prefill or serve");
     a->bench.prefill = !strcmp(argv[1], "prefill");
     a->bench.dir = a->model;
     a->bench.tokens = a->tokens ? a->tokens : a->bench.prefill ? 512 : 32;
@@ -82,6 +83,7 @@ static int settle(args *a, int n_operands, char **argv)
 
 int nbi_cmd_bench(int argc, char **argv)
 {
+    if (argc > 1 && !strcmp(argv[1], "serve")) return nbi_cmd_bench_serve(argc - 1, argv + 1);
     args a = {.bench = {.batch = 1, .chunk = 512, .repeat = 5, .seed = 1},
               .cpu_level = "auto",
               .activations = "weight-only",
