@@ -55,6 +55,10 @@ typedef struct nbi_command {
 int nbi_cli_parse(const nbi_command *command, const nbi_opt *options, int argc, char **argv,
                   int *n_operands);
 
+/* Appends a JSON object of the options as they stand, "max_body_bytes" for "max-body-bytes"; keys
+ * ("api-key", "ssl-keyfile") are left out. */
+nb_status nbi_cli_options_json(const nbi_opt *options, nbi_buf *out);
+
 /* "5G", "1.5Mi", "4096". Decimal fractions need a suffix. NB_INVALID, NB_TOO_LARGE. */
 nb_status nbi_cli_number(uint64_t *out, const char *text, nb_error *err);
 

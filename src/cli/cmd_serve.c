@@ -22,7 +22,10 @@ static const nbi_command command = {
     .usage = "[--model DIR] [--host HOST] [--port N] [OPTIONS]",
     .text = "Answers GET /health, GET /v1/models, POST /v1/completions, /v1/chat/completions,\n"
             "/v1/responses, /v1/messages (Anthropic's) and /v1/messages/count_tokens, streaming "
-            "and not.\n"
+            "and not;\n"
+            "SGLang's /generate; /tokenize, /detokenize, /model_info, /server_info, /flush_cache,\n"
+            "/abort_request, /version, /ping. /openapi.json describes them, docs/api.md explains "
+            "them.\n"
             "The port opens at once; until the model is loaded requests get 503 and\n"
             "/health shows how far it is. SIGINT or SIGTERM ends the server, a second one ends it "
             "at once.\n"
@@ -192,9 +195,14 @@ int nbi_cmd_serve(int argc, char **argv)
          false},
         {0},
     };
+    nbi_buf flags = {0};
     int status = nbi_cli_parse(&command, options, argc, argv, &n_operands);
     if (status < 0) status = apply(&s, &http, &names, n_operands, argv);
+    if (status < 0 && nbi_cli_options_json(options, &flags) == NB_OK) {
+        s.options.flags_json = flags.data;
+    }
     if (status < 0) status = serve(&s);
+    nbi_buf_free(&flags);
     nbi_run_options_free(&s.model);
     nbi_opt_list_free(&names);
     nbi_http_options_free(&http);

@@ -82,6 +82,19 @@ void nbi_exchange_drop_body(nbi_exchange *ex)
     ex->buffered = 0;
 }
 
+/* ---------------------------------------------------------------- abort */
+
+uint32_t nbi_exchanges_abort(nbi_server *server, const char *id)
+{
+    uint32_t n = 0;
+    pthread_mutex_lock(&server->lock);
+    for (nbi_exchange *ex = server->live; ex; ex = ex->next) {
+        if (ex->job) n += nbi_job_abort(ex->job, id);
+    }
+    pthread_mutex_unlock(&server->lock);
+    return n;
+}
+
 /* ---------------------------------------------------------------- waiting */
 
 void nbi_exchange_wake(nbi_exchange *ex)
@@ -139,7 +152,8 @@ static void work(nbi_exchange *ex)
 static void add_headers(const nbi_exchange *ex, struct MHD_Response *response, unsigned http)
 {
     nbi_cors_add_headers(ex, response);
-    MHD_add_response_header(response, "Content-Type", "application/json");
+    const char *type = http < 400 && ex->content_type ? ex->content_type : "application/json";
+    MHD_add_response_header(response, "Content-Type", type);
     if (http == 401) MHD_add_response_header(response, "WWW-Authenticate", "Bearer");
     if (http == 405 && ex->allow) MHD_add_response_header(response, "Allow", ex->allow);
     if (http == 503) MHD_add_response_header(response, "Retry-After", "1");
@@ -229,11 +243,15 @@ static enum MHD_Result begin_stream(nbi_exchange *ex)
 static nb_status open_job(nbi_exchange *ex, const nbi_surface *surface)
 {
     json_t *root = NULL;
+    nbi_job *job = NULL;
     NB_TRY(nbi_body_parse(&root, ex->body.data, ex->body.len, &ex->error));
     nbi_exchange_drop_body(ex);
     nb_status status =
-        nbi_job_open(&ex->job, surface, ex->server->served, root, on_notify, ex, &ex->error);
+        nbi_job_open(&job, surface, ex->server->served, root, on_notify, ex, &ex->error);
     json_decref(root);
+    pthread_mutex_lock(&ex->server->lock);
+    ex->job = job;
+    pthread_mutex_unlock(&ex->server->lock);
     return status;
 }
 

@@ -37,9 +37,11 @@ struct nbi_exchange {
     uint64_t discarded;  /* body bytes dropped because the reply is decided */
     nbi_api_error error; /* http != 0: the reply is this */
     const char *allow;   /* 405: the methods of the path */
+    bool is_post;
+    const char *content_type; /* static; NULL: application/json */
 
-    nbi_job *job;
-    nbi_buf out; /* stream: bytes for the client */
+    nbi_job *job; /* set under the server's lock */
+    nbi_buf out;  /* stream: bytes for the client */
     size_t out_done;
 
     pthread_mutex_t lock;
@@ -65,6 +67,10 @@ void nbi_exchange_wake(nbi_exchange *ex);
 enum MHD_Result nbi_exchange_begin(nbi_exchange *ex, const nbi_surface *surface);
 /* After a wake-up of an exchange that has not replied yet. */
 enum MHD_Result nbi_exchange_continue(nbi_exchange *ex);
+
+/* Ends the running requests that are called `id`, all of them with NULL; returns how many answers
+ * that were. */
+uint32_t nbi_exchanges_abort(nbi_server *server, const char *id);
 
 /* Queues a reply and takes the buffer's memory. */
 enum MHD_Result nbi_exchange_reply(nbi_exchange *ex, unsigned http, nbi_buf *body);

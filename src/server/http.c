@@ -30,6 +30,23 @@ static const nbi_route routes[] = {
     {.path = "/v1/responses", .when_ready = true, .surface = &nbi_surface_responses},
     {.path = "/v1/messages", .when_ready = true, .surface = &nbi_surface_messages},
     {.path = "/v1/messages/count_tokens", .when_ready = true, .surface = &nbi_surface_count_tokens},
+    {.path = "/generate", .when_ready = true, .surface = &nbi_surface_generate},
+    {.path = "/tokenize", .when_ready = true, .surface = &nbi_surface_tokenize},
+    {.path = "/v1/tokenize", .when_ready = true, .surface = &nbi_surface_tokenize},
+    {.path = "/detokenize", .when_ready = true, .surface = &nbi_surface_detokenize},
+    {.path = "/v1/detokenize", .when_ready = true, .surface = &nbi_surface_detokenize},
+    {.path = "/model_info", .when_ready = true, .get = nbi_get_model_info},
+    {.path = "/get_model_info", .when_ready = true, .get = nbi_get_model_info},
+    {.path = "/server_info", .when_ready = true, .get = nbi_get_server_info},
+    {.path = "/get_server_info", .when_ready = true, .get = nbi_get_server_info},
+    {.path = "/flush_cache",
+     .when_ready = true,
+     .get = nbi_get_flush_cache,
+     .post = nbi_post_flush_cache},
+    {.path = "/abort_request", .when_ready = true, .post = nbi_post_abort_request},
+    {.path = "/version", .get = nbi_get_version},
+    {.path = "/ping", .open = true, .get = nbi_get_ping},
+    {.path = "/openapi.json", .open = true, .get = nbi_get_openapi},
 };
 
 /* ---------------------------------------------------------------- routing */
@@ -54,9 +71,10 @@ static nb_status check_route(nbi_exchange *ex, const char *url, const char *meth
         return nbi_api_fail(&ex->error, 404, "unknown_url", NULL, "there is no %.100s here", url);
     }
     bool get = strcmp(method, "GET") == 0 || strcmp(method, "HEAD") == 0;
-    bool fits = ex->route->surface ? strcmp(method, "POST") == 0 : get;
-    if (fits) return NB_OK;
-    ex->allow = ex->route->surface ? "POST" : "GET, HEAD";
+    bool takes_post = ex->route->surface || ex->route->post;
+    ex->is_post = strcmp(method, "POST") == 0;
+    if ((ex->is_post && takes_post) || (get && ex->route->get)) return NB_OK;
+    ex->allow = !takes_post ? "GET, HEAD" : ex->route->get ? "GET, HEAD, POST" : "POST";
     return nbi_api_fail(&ex->error, 405, "method_not_allowed", NULL, "%.100s takes %s, not %.32s",
                         url, ex->allow, method);
 }
@@ -117,7 +135,7 @@ static nb_status check_body_headers(nbi_exchange *ex)
     const char *type = header(ex, "Content-Type"), *encoding = header(ex, "Content-Encoding");
     const char *length = header(ex, "Content-Length");
     uint64_t max = ex->server->options.max_body_bytes;
-    if (!ex->route->surface) return NB_OK;
+    if (!ex->is_post) return NB_OK;
     if (type && !is_json_type(type)) {
         return nbi_api_fail(&ex->error, 415, "unsupported_media_type", NULL,
                             "Content-Type is %.64s, expected application/json", type);
@@ -126,7 +144,7 @@ static nb_status check_body_headers(nbi_exchange *ex)
         return nbi_api_fail(&ex->error, 415, "unsupported_media_type", NULL,
                             "Content-Encoding %.64s is not supported", encoding);
     }
-    if (!length && !header(ex, "Transfer-Encoding")) {
+    if (ex->route->surface && !length && !header(ex, "Transfer-Encoding")) {
         return nbi_api_fail(&ex->error, 411, "length_required", NULL,
                             "the request has neither Content-Length nor a chunked body");
     }
@@ -163,7 +181,7 @@ static enum MHD_Result first_call(nbi_exchange *ex, const char *url, const char 
 
 static enum MHD_Result take_body(nbi_exchange *ex, const char *data, size_t n)
 {
-    if (ex->error.http == 0 && ex->route && ex->route->surface) {
+    if (ex->error.http == 0 && ex->is_post) {
         nb_status status = nbi_exchange_add_body(ex, data, n);
         if (status == NB_OK) return MHD_YES;
         nbi_exchange_drop_body(ex);
@@ -183,6 +201,18 @@ static enum MHD_Result take_body(nbi_exchange *ex, const char *data, size_t n)
     return ex->discarded > DISCARD_MAX ? MHD_NO : MHD_YES;
 }
 
+/* A POST that is answered at once. */
+static unsigned answer_post(nbi_exchange *ex, nbi_buf *out)
+{
+    json_t *body = NULL;
+    if (ex->body.len && nbi_body_parse(&body, ex->body.data, ex->body.len, &ex->error) != NB_OK) {
+        return 0;
+    }
+    unsigned http = ex->route->post(ex, body, out);
+    json_decref(body);
+    return http;
+}
+
 static enum MHD_Result last_call(nbi_exchange *ex)
 {
     nbi_buf out = {0};
@@ -192,7 +222,7 @@ static enum MHD_Result last_call(nbi_exchange *ex)
     if (ex->error.http) return nbi_exchange_reply_error(ex);
     if (ex->job) return nbi_exchange_continue(ex);
     if (ex->route->surface) return nbi_exchange_begin(ex, ex->route->surface);
-    unsigned http = ex->route->get(ex, &out);
+    unsigned http = ex->is_post ? answer_post(ex, &out) : ex->route->get(ex, &out);
     if (http) return nbi_exchange_reply(ex, http, &out);
     nbi_buf_free(&out);
     return nbi_exchange_reply_error(ex);

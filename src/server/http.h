@@ -7,8 +7,8 @@
 extern "C" {
 #endif
 
-/* A path, or with `prefix` everything behind it. Either `get` answers at once, or `surface` runs a
- * job on the body of a POST. */
+/* A path, or with `prefix` everything behind it. `get` and `post` answer at once, `surface` runs a
+ * job on the body of a POST (and there is no `post` then). */
 struct nbi_route {
     const char *path;
     bool prefix;
@@ -16,12 +16,25 @@ struct nbi_route {
     bool when_ready; /* 503 until the model is loaded */
     /* Appends the JSON of the reply and returns its HTTP status; 0 with ex->error filled. */
     unsigned (*get)(nbi_exchange *ex, nbi_buf *out);
+    /* The same for a POST; `body` is its object, NULL when nothing was sent. */
+    unsigned (*post)(nbi_exchange *ex, const json_t *body, nbi_buf *out);
     const nbi_surface *surface;
 };
 
 unsigned nbi_get_health(nbi_exchange *ex, nbi_buf *out);
 unsigned nbi_get_models(nbi_exchange *ex, nbi_buf *out);
 unsigned nbi_get_model(nbi_exchange *ex, nbi_buf *out);
+/* info.c */
+unsigned nbi_get_ping(nbi_exchange *ex, nbi_buf *out);
+unsigned nbi_get_version(nbi_exchange *ex, nbi_buf *out);
+unsigned nbi_get_model_info(nbi_exchange *ex, nbi_buf *out);
+unsigned nbi_get_server_info(nbi_exchange *ex, nbi_buf *out);
+/* control.c */
+unsigned nbi_get_flush_cache(nbi_exchange *ex, nbi_buf *out);
+unsigned nbi_post_flush_cache(nbi_exchange *ex, const json_t *body, nbi_buf *out);
+unsigned nbi_post_abort_request(nbi_exchange *ex, const json_t *body, nbi_buf *out);
+/* openapi.c */
+unsigned nbi_get_openapi(nbi_exchange *ex, nbi_buf *out);
 
 #ifdef __cplusplus
 }

@@ -5,7 +5,9 @@
 #include <string.h>
 #include <time.h>
 
+#include "base/clock.h"
 #include "base/log.h"
+#include "server/prompts.h"
 
 /* ---------------------------------------------------------------- opening */
 
@@ -19,9 +21,14 @@ static nb_status write_head(nbi_job *job)
 {
     const nbi_surface *s = job->surface;
     const char *name = job->served->facts.names[0];
-    NB_TRY(nbi_buf_addf(
-        &job->head, "{\"id\":\"%s%s\",\"object\":\"%s\",\"created\":%lld,\"model\":", s->id_prefix,
-        job->id, job->params.stream ? s->chunk_object : s->object, (long long)job->created));
+    const char *id = job->name ? job->name : job->id;
+    nbi_buf full = {0};
+    nb_status status = nbi_buf_addf(&full, "%s%s", job->name_is_id ? "" : s->id_prefix, id);
+    if (status == NB_OK) status = nbi_job_write_string(&job->head, "{\"id\":", full.data, full.len);
+    nbi_buf_free(&full);
+    NB_TRY(status);
+    NB_TRY(nbi_buf_addf(&job->head, ",\"object\":\"%s\",\"created\":%lld,\"model\":",
+                        job->params.stream ? s->chunk_object : s->object, (long long)job->created));
     NB_TRY(nbi_json_quote(&job->head, name, strlen(name)));
     return nbi_buf_addf(&job->head, ",\"system_fingerprint\":null,\"choices\":[");
 }
@@ -38,14 +45,40 @@ static nb_status keep_stop_strings(nbi_job *job, nbi_api_error *e)
     return NB_OK;
 }
 
+static const char *prompt_field(const nbi_job *job)
+{
+    const char *field = job->prompt_field ? job->prompt_field : job->surface->prompt_field;
+    return field ? field : "prompt";
+}
+
+/* What the client calls the request: SGLang's "rid", which replies have as their id, or vLLM's
+ * "request_id". */
+static nb_status read_name(nbi_job *job, const json_t *body, nbi_api_error *e)
+{
+    const char *rid = NULL, *request_id = NULL;
+    if (job->names) return NB_OK; /* read by the surface */
+    NB_TRY(nbi_field_str(&request_id, body, "", "request_id", e));
+    NB_TRY(nbi_field_str(&rid, body, "", "rid", e));
+    const char *name = rid ? rid : request_id, *field = rid ? "rid" : "request_id";
+    if (!name) return NB_OK;
+    size_t n = strlen(name);
+    if (n == 0) return nbi_api_field(e, field, "is empty");
+    if (n > NBI_NAME_BYTES_MAX) {
+        return nbi_api_field(e, field, "has %zu bytes, at most %d", n, NBI_NAME_BYTES_MAX);
+    }
+    job->name = nbi_arena_strndup(&job->arena, name, n);
+    job->name_is_id = rid != NULL;
+    return job->name ? NB_OK : no_memory(e);
+}
+
 static nb_status check_prompts(const nbi_job *job, nbi_api_error *e)
 {
     for (uint32_t i = 0; i < job->n_prompts; i++) {
-        char field[NBI_PARAM_MAX] = "prompt";
-        if (job->surface->prompt_field) {
-            snprintf(field, sizeof field, "%s", job->surface->prompt_field);
-        } else if (job->n_prompts > 1) {
-            snprintf(field, sizeof field, "prompt[%u]", i);
+        char field[NBI_PARAM_MAX];
+        if (job->n_prompts > 1) {
+            snprintf(field, sizeof field, "%s[%u]", prompt_field(job), i);
+        } else {
+            snprintf(field, sizeof field, "%s", prompt_field(job));
         }
         NB_TRY(nbi_params_check_length(&job->params, job->facts, job->prompts[i].n_ids, field, e));
     }
@@ -54,10 +87,16 @@ static nb_status check_prompts(const nbi_job *job, nbi_api_error *e)
 
 static nb_status make_choices(nbi_job *job, nbi_api_error *e)
 {
-    uint64_t n = (uint64_t)job->n_prompts * job->params.n;
+    const nbi_params *p = &job->params;
+    job->per_prompt = p->best_of;
+    uint64_t n = (uint64_t)job->n_prompts * job->per_prompt;
+    if (p->best_of > p->n && !job->surface->ranks) {
+        return nbi_api_field(e, "best_of", "not supported here unless it equals n, %u", p->n);
+    }
     if (n > NBI_CHOICES_MAX) {
-        return nbi_api_field(e, "prompt", "%u prompts times n = %u is more than %d answers",
-                             job->n_prompts, job->params.n, NBI_CHOICES_MAX);
+        return nbi_api_field(e, prompt_field(job),
+                             "%u prompts times %s = %u is more than %d answers", job->n_prompts,
+                             p->best_of > p->n ? "best_of" : "n", p->best_of, NBI_CHOICES_MAX);
     }
     job->choices = nbi_calloc((size_t)n, sizeof *job->choices);
     if (!job->choices) return no_memory(e);
@@ -66,9 +105,10 @@ static nb_status make_choices(nbi_job *job, nbi_api_error *e)
         nbi_choice *c = &job->choices[i];
         c->job = job;
         c->index = i;
-        c->prompt = i / job->params.n;
+        c->prompt = i / job->per_prompt;
         c->matched_id = c->matched_string = -1;
         atomic_init(&c->signalled, false);
+        atomic_init(&c->was_aborted, false);
         if (job->surface->begin(job, c) != NB_OK) return no_memory(e);
     }
     return NB_OK;
@@ -81,6 +121,15 @@ static void on_notify(void *user)
     choice->job->notify(choice->job->notify_user);
 }
 
+/* Asks the engine for the most that is wanted of any token. */
+static void set_logprobs(const nbi_job *job, nb_sampling *s)
+{
+    const nbi_params *p = &job->params;
+    s->n_logprobs = p->n_logprobs > p->n_prompt_logprobs ? p->n_logprobs : p->n_prompt_logprobs;
+    if (p->best_of > p->n && s->n_logprobs < 0) s->n_logprobs = 0;
+    s->prompt_logprobs = p->n_prompt_logprobs >= 0 || (job->echo && p->n_logprobs >= 0);
+}
+
 /* Answer i of a prompt has the seed plus i, so that they differ and can be had again. */
 static nb_status submit(nbi_job *job, nbi_choice *choice, nbi_api_error *e)
 {
@@ -88,6 +137,7 @@ static nb_status submit(nbi_job *job, nbi_choice *choice, nbi_api_error *e)
     nb_request_options options = {.prompt = prompt->ids,
                                   .n_prompt = prompt->n_ids,
                                   .sampling = job->params.sampling,
+                                  .priority = job->params.priority,
                                   .notify = on_notify,
                                   .notify_user = choice};
     nb_error err = {0};
@@ -97,17 +147,22 @@ static nb_status submit(nbi_job *job, nbi_choice *choice, nbi_api_error *e)
         hooks = nbi_grammar_hooks(choice->grammar);
         options.grammar = &hooks;
     }
-    s->seed += choice->index % job->params.n;
+    set_logprobs(job, s);
+    s->seed += choice->index % job->per_prompt;
     s->max_tokens = job->params.max_tokens;
     if (job->params.has_max_tokens && s->max_tokens == 0) s->max_tokens = 1; /* and is dropped */
     nb_status status = nb_request_submit(&choice->request, job->served->engine, &options, &err);
-    return status == NB_OK ? NB_OK : nbi_api_from(e, status, &err, "prompt");
+    return status == NB_OK ? NB_OK : nbi_api_from(e, status, &err, prompt_field(job));
 }
 
 static nb_status submit_all(nbi_job *job, nbi_api_error *e)
 {
     for (uint32_t i = 0; i < job->n_choices; i++) NB_TRY(submit(job, &job->choices[i], e));
     atomic_store(&job->submitted, true);
+    for (uint32_t i = 0; i < job->n_choices; i++) { /* aborted while the grammar was made */
+        nbi_choice *c = &job->choices[i];
+        if (atomic_load(&c->was_aborted)) nb_request_cancel(c->request);
+    }
     return NB_OK;
 }
 
@@ -124,8 +179,10 @@ nb_status nbi_job_open(nbi_job **out, const nbi_surface *surface, const nbi_serv
     job->notify = notify;
     job->notify_user = notify_user;
     job->created = (int64_t)time(NULL);
+    job->begin_ns = nbi_now_ns();
     nbi_served_next_id(served, job->id);
     NB_TRY_OR(status, surface->read(job, body, e), fail);
+    NB_TRY_OR(status, read_name(job, body, e), fail);
     NB_TRY_OR(status, surface->encode(job, body, e), fail);
     json_decref(job->chat);
     job->chat = NULL;
@@ -133,6 +190,7 @@ nb_status nbi_job_open(nbi_job **out, const nbi_surface *surface, const nbi_serv
         *out = job;
         return NB_OK;
     }
+    NB_TRY_OR(status, nbi_prompts_truncate(job, e), fail);
     NB_TRY_OR(status, check_prompts(job, e), fail);
     NB_TRY_OR(status, keep_stop_strings(job, e), fail);
     NB_TRY_OR(status, make_choices(job, e), fail);
@@ -161,6 +219,8 @@ void nbi_job_close(nbi_job **out)
         nbi_buf_free(&c->text);
         nbi_answer_free(&c->answer);
         nbi_logprobs_free(&c->logprobs);
+        nbi_logprobs_free(&c->prompt_logprobs);
+        nbi_buf_free(&c->ids);
     }
     nbi_free(job->choices);
     json_decref(job->chat);
@@ -183,6 +243,29 @@ void nbi_job_cancel(nbi_job *job)
     for (uint32_t i = 0; i < job->n_choices; i++) nb_request_cancel(job->choices[i].request);
 }
 
+/* Is answer c called `id`? Replies call it by the client's name or by the id, with the prefix. */
+static bool is_called(const nbi_job *job, const nbi_choice *c, const char *id)
+{
+    const char *prefix = job->surface->id_prefix;
+    size_t n = prefix ? strlen(prefix) : 0;
+    const char *rest = n && strncmp(id, prefix, n) == 0 ? id + n : id;
+    if (job->names) return strcmp(job->names[c->prompt], id) == 0;
+    if (job->name && (strcmp(job->name, id) == 0 || strcmp(job->name, rest) == 0)) return true;
+    return strcmp(job->id, rest) == 0;
+}
+
+uint32_t nbi_job_abort(nbi_job *job, const char *id)
+{
+    uint32_t n = 0;
+    for (uint32_t i = 0; i < job->n_choices; i++) {
+        nbi_choice *c = &job->choices[i];
+        if (id && !is_called(job, c, id)) continue;
+        n += !atomic_exchange(&c->was_aborted, true) && !atomic_load(&c->done);
+        if (atomic_load(&job->submitted)) nb_request_cancel(c->request);
+    }
+    return n;
+}
+
 void nbi_job_fail(nbi_job *job, const nbi_api_error *e)
 {
     if (job->error.http == 0) job->error = *e;
@@ -201,8 +284,18 @@ static bool is_dropped(const nbi_job *job, const nb_event *event)
 static nb_status take_logprob(nbi_job *job, nbi_choice *c, const nb_event *event)
 {
     const nb_engine *engine = job->served->engine;
-    if (job->params.sampling.n_logprobs < 0 || event->id < 0) return NB_OK;
-    NB_TRY(nbi_logprobs_add(&c->logprobs, job->surface->logprob_shape, engine, event, c->n_chars));
+    const nbi_params *p = &job->params;
+    const nbi_surface *surface = job->surface;
+    if (event->id < 0) return NB_OK;
+    if (event->is_prompt && p->n_prompt_logprobs >= 0 &&
+        c->n_prompt_seen++ >= p->prompt_logprobs_from) {
+        NB_TRY(nbi_logprobs_add(&c->prompt_logprobs, surface->prompt_logprob_shape, engine, event,
+                                (uint32_t)p->n_prompt_logprobs, 0));
+    }
+    if (!event->is_prompt && event->has_logprob) c->sum_logprob += (double)event->logprob;
+    if (p->n_logprobs < 0 || (event->is_prompt && !job->echo)) return NB_OK;
+    NB_TRY(nbi_logprobs_add(&c->logprobs, surface->logprob_shape, engine, event,
+                            (uint32_t)p->n_logprobs, c->n_chars));
     c->n_chars += nbi_token_chars(engine, event->id);
     return NB_OK;
 }
@@ -221,6 +314,10 @@ static void take_finish(nbi_job *job, nbi_choice *c, const nb_event *event)
     if (event->finish == NB_FINISH_ERROR) {
         nbi_api_fail(&e, 500, NULL, NULL, "%s", nb_request_error(c->request));
         nbi_job_fail(job, &e);
+    } else if (event->finish == NB_FINISH_CANCELLED && atomic_load(&c->was_aborted)) {
+        if (job->surface->shows_abort) return;
+        nbi_api_fail(&e, 400, "aborted", NULL, "the request was aborted");
+        nbi_job_fail(job, &e);
     } else if (event->finish == NB_FINISH_CANCELLED) {
         nbi_api_fail(&e, 503, "cancelled", NULL, "the request was cancelled");
         nbi_job_fail(job, &e);
@@ -237,6 +334,9 @@ static nb_status take_event(nbi_job *job, nbi_choice *c, const nb_event *event)
         if (event->id >= 0 && !event->is_prompt) {
             c->n_tokens++;
             c->n_reasoning += nbi_reasoning_inside(&c->splitter);
+            if (job->surface->keeps_ids) {
+                NB_TRY(nbi_buf_addf(&c->ids, c->ids.len ? ",%d" : "%d", event->id));
+            }
         }
         NB_TRY(take_logprob(job, c, event));
         if (event->n_text || last) {
@@ -282,7 +382,8 @@ nb_status nbi_job_write_usage(const nbi_job *job, const nbi_choice *choice, nbi_
         for (uint32_t i = 0; i < job->n_prompts; i++) prompt += job->prompts[i].n_ids;
         for (uint32_t i = 0; i < job->n_choices; i++) {
             completion += job->choices[i].n_tokens;
-            if (i % job->params.n == 0) cached += nb_request_cached_tokens(job->choices[i].request);
+            if (i % job->per_prompt == 0)
+                cached += nb_request_cached_tokens(job->choices[i].request);
             if (job->choices[i].has_reasoning) reasoning += job->choices[i].n_reasoning;
         }
     }
@@ -324,7 +425,9 @@ nb_status nbi_job_write_finish(const nbi_job *job, const nbi_choice *c, bool las
                                  "\"matched_stop\":null");
     }
     NB_TRY(nbi_buf_addf(out, ",\"finish_reason\":\"%s\"",
-                        c->finish == NB_FINISH_STOP ? "stop" : "length"));
+                        c->finish == NB_FINISH_STOP        ? "stop"
+                        : c->finish == NB_FINISH_CANCELLED ? "abort"
+                                                           : "length"));
     if (c->matched_string >= 0) {
         const char *stop = s->stop_strings[c->matched_string];
         NB_TRY(nbi_buf_add(out, ",\"stop_reason\":", 15));
@@ -408,16 +511,43 @@ void nbi_job_pump(nbi_job *job, nbi_buf *out)
     job->ended = true;
 }
 
+static double mean_logprob(const nbi_choice *c)
+{
+    return c->n_tokens ? c->sum_logprob / c->n_tokens : 0;
+}
+
+/* Keeps n answers of every prompt, those with the best log-probability per token, in the order they
+ * were asked for. */
+static void rank(nbi_job *job)
+{
+    uint32_t kept = 0;
+    for (uint32_t i = 0; i < job->n_choices; i++) {
+        nbi_choice *c = &job->choices[i];
+        uint32_t first = c->prompt * job->per_prompt, better = 0;
+        for (uint32_t j = first; j < first + job->per_prompt; j++) {
+            double other = mean_logprob(&job->choices[j]), own = mean_logprob(c);
+            better += other > own || (other == own && j < i);
+        }
+        c->outranked = better >= job->params.n;
+        c->index = kept;
+        kept += !c->outranked;
+    }
+}
+
 static nb_status write_reply(nbi_job *job, nbi_buf *out)
 {
     if (job->surface->write_reply) return job->surface->write_reply(job, out);
+    rank(job);
     NB_TRY(nbi_buf_add(out, job->head.data, job->head.len));
     for (uint32_t i = 0; i < job->n_choices; i++) {
-        if (i) NB_TRY(nbi_buf_add(out, ",", 1));
-        NB_TRY(job->surface->write_choice(job, &job->choices[i], out));
+        nbi_choice *c = &job->choices[i];
+        if (c->outranked) continue;
+        if (c->index) NB_TRY(nbi_buf_add(out, ",", 1));
+        NB_TRY(job->surface->write_choice(job, c, out));
     }
     NB_TRY(nbi_buf_add(out, "]", 1));
     NB_TRY(nbi_job_write_usage(job, NULL, out));
+    if (job->surface->write_extra) NB_TRY(job->surface->write_extra(job, out));
     return nbi_buf_add(out, "}", 1);
 }
 

@@ -22,6 +22,8 @@ extern "C" {
 
 typedef struct nbi_job nbi_job;
 
+#define NBI_NAME_BYTES_MAX 256 /* what a client may call a request */
+
 /* One prompt; `ids` and `text` live in the job's arena. */
 typedef struct nbi_prompt {
     const int32_t *ids; /* [n_ids] */
@@ -38,16 +40,22 @@ typedef struct nbi_choice {
     nbi_grammar *grammar;  /* of the job's constraint */
     atomic_bool signalled; /* the engine has said that something can be read */
     bool opened;           /* stream: the first event was written */
-    bool done;
+    atomic_bool done;
     nb_finish finish;
     int32_t matched_id, matched_string; /* as in nb_event */
     uint32_t n_tokens, n_reasoning;     /* the second counts only when has_reasoning */
+    uint32_t n_shown;                   /* stream: of n_tokens, in events */
+    uint32_t n_prompt_seen;             /* prompt tokens whose log-probability was looked at */
+    double sum_logprob;                 /* of the answer; to rank by */
+    bool outranked;                     /* left out of the reply */
+    atomic_bool was_aborted;            /* by nbi_job_abort() */
     size_t n_chars;    /* characters of prompt (with echo) and answer so far, for text offsets */
     nbi_buf text;      /* completions */
     nbi_answer answer; /* chat */
     nbi_reasoning splitter; /* chat: reasoning and content */
     bool has_reasoning;
-    nbi_logprobs logprobs;
+    nbi_logprobs logprobs, prompt_logprobs;
+    nbi_buf ids; /* of the answer, "1,2,3"; only where the surface keeps them */
 } nbi_choice;
 
 /* What an API surface decides. */
@@ -57,7 +65,10 @@ typedef struct nbi_surface {
     const char *chunk_object; /* of a stream's events */
     const char *prompt_field; /* what errors about a prompt's length name; NULL: "prompt" */
     bool count_only;          /* nothing is generated: the reply follows from the prompts */
-    nbi_logprob_shape logprob_shape;
+    bool ranks;               /* best_of may be more than n */
+    bool keeps_ids;
+    bool shows_abort; /* an aborted answer is a reply with this finish, not an error */
+    nbi_logprob_shape logprob_shape, prompt_logprob_shape;
     /* Reads and checks the body into job->params, job->echo, job->chat. Pure. */
     nb_status (*read)(nbi_job *job, const json_t *body, nbi_api_error *e);
     /* Fills job->prompts: renders and tokenises. */
@@ -72,6 +83,8 @@ typedef struct nbi_surface {
     nb_status (*write_choice)(nbi_job *job, nbi_choice *choice, nbi_buf *out);
     /* Optional: the whole reply, instead of OpenAI's list of choices. */
     nb_status (*write_reply)(nbi_job *job, nbi_buf *out);
+    /* Optional: further members behind the choices and the usage. */
+    nb_status (*write_extra)(nbi_job *job, nbi_buf *out);
     /* Optional: the last events of a stream (job->error may be set), instead of [DONE]. */
     nb_status (*write_end)(nbi_job *job, nbi_buf *out);
     /* Optional: the body of an error, instead of OpenAI's. */
@@ -83,6 +96,9 @@ extern const nbi_surface nbi_surface_chat;
 extern const nbi_surface nbi_surface_responses;
 extern const nbi_surface nbi_surface_messages;     /* Anthropic's */
 extern const nbi_surface nbi_surface_count_tokens; /* Anthropic's */
+extern const nbi_surface nbi_surface_generate;     /* SGLang's */
+extern const nbi_surface nbi_surface_tokenize;     /* vLLM's */
+extern const nbi_surface nbi_surface_detokenize;   /* vLLM's */
 
 struct nbi_job {
     const nbi_surface *surface;
@@ -104,10 +120,16 @@ struct nbi_job {
     atomic_bool submitted; /* choices[].request are written */
     void *state;           /* of the surface, in the arena */
     char id[NBI_ID_BYTES];
-    int64_t created;     /* seconds since 1970 */
-    nbi_prompt *prompts; /* [n_prompts], in the arena */
+    const char *name;         /* what the client calls the request, in the arena; NULL: nothing */
+    bool name_is_id;          /* and wants it called in the reply */
+    const char *const *names; /* [n_prompts] the same for every prompt; NULL: nothing */
+    int64_t created;          /* seconds since 1970 */
+    uint64_t begin_ns;        /* on the clock of nbi_now_ns() */
+    const char *prompt_field; /* what errors about a prompt name; NULL: the surface's. Static */
+    uint32_t per_prompt;      /* answers computed for every prompt */
+    nbi_prompt *prompts;      /* [n_prompts], in the arena */
     uint32_t n_prompts;
-    nbi_choice *choices; /* [n_choices] choice c answers prompt c / params.n */
+    nbi_choice *choices; /* [n_choices] choice c answers prompt c / per_prompt */
     uint32_t n_choices, n_done;
     nbi_buf head;        /* {"id":...,"choices":[ */
     nbi_api_error error; /* http != 0: the job has failed */
@@ -140,6 +162,10 @@ bool nbi_job_reply(nbi_job *job, nbi_buf *out);
 
 /* From any thread, until nbi_job_close(). A job that is pending has nothing to cancel. */
 void nbi_job_cancel(nbi_job *job);
+
+/* Ends the answers whose request is called `id` (by the client, or in replies), all of them with
+ * NULL; returns how many were still running. Thread rule of nbi_job_cancel(). */
+uint32_t nbi_job_abort(nbi_job *job, const char *id);
 
 /* Fails the job with this error; its stream ends with it. */
 void nbi_job_fail(nbi_job *job, const nbi_api_error *e);

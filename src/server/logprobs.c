@@ -169,13 +169,98 @@ static nb_status completions_add(nbi_logprobs *lp, const nb_engine *engine, cons
     return completions_tops(&lp->tops, engine, event, &name);
 }
 
-/* ---------------------------------------------------------------- both */
+/* ---------------------------------------------------------------- prompts (vLLM) */
 
-nb_status nbi_logprobs_add(nbi_logprobs *lp, nbi_logprob_shape shape, const nb_engine *engine,
+nb_status nbi_token_write_name(nbi_buf *out, const nb_engine *engine, int32_t id)
+{
+    token_name name;
+    name_of(&name, engine, id);
+    return nbi_json_quote(out, name.text, name.n);
+}
+
+/* "7":{"logprob":..,"rank":..,"decoded_token":..}; rank 0: not known. */
+static nb_status prompt_entry(nbi_buf *out, const nb_engine *engine, int32_t id, float logprob,
+                              uint32_t rank)
+{
+    NB_TRY(nbi_buf_addf(out, "\"%d\":{\"logprob\":", id));
+    NB_TRY(add_number(out, logprob));
+    NB_TRY(rank ? nbi_buf_addf(out, ",\"rank\":%u", rank) : nbi_buf_addf(out, ",\"rank\":null"));
+    NB_TRY(nbi_buf_addf(out, ",\"decoded_token\":"));
+    NB_TRY(nbi_token_write_name(out, engine, id));
+    return nbi_buf_add(out, "}", 1);
+}
+
+/* The token of the prompt, then the best that are not it. */
+static nb_status prompt_add(nbi_logprobs *lp, const nb_engine *engine, const nb_event *event)
+{
+    nbi_buf *out = &lp->tokens;
+    uint32_t rank = 0;
+    NB_TRY(add_comma(out, lp->n));
+    if (!event->has_logprob) return nbi_buf_add(out, "null", 4);
+    for (uint32_t i = 0; i < event->n_top; i++) {
+        if (event->top[i].id == event->id) rank = i + 1;
+    }
+    NB_TRY(nbi_buf_add(out, "{", 1));
+    NB_TRY(prompt_entry(out, engine, event->id, event->logprob, rank));
+    for (uint32_t i = 0; i < event->n_top; i++) {
+        if (i + 1 == rank) continue;
+        NB_TRY(nbi_buf_add(out, ",", 1));
+        NB_TRY(prompt_entry(out, engine, event->top[i].id, event->top[i].logprob, i + 1));
+    }
+    return nbi_buf_add(out, "}", 1);
+}
+
+/* ---------------------------------------------------------------- native (SGLang) */
+
+static nb_status native_entry(nbi_buf *out, const nb_engine *engine, int32_t id, bool has_logprob,
+                              float logprob, bool with_text)
+{
+    NB_TRY(nbi_buf_add(out, "[", 1));
+    NB_TRY(has_logprob ? add_number(out, logprob) : nbi_buf_add(out, "null", 4));
+    NB_TRY(nbi_buf_addf(out, ",%d,", id));
+    NB_TRY(with_text ? nbi_token_write_name(out, engine, id) : nbi_buf_add(out, "null", 4));
+    return nbi_buf_add(out, "]", 1);
+}
+
+static nb_status native_add(nbi_logprobs *lp, const nb_engine *engine, const nb_event *event)
+{
+    bool has = event->has_logprob;
+    NB_TRY(add_comma(&lp->tokens, lp->n));
+    NB_TRY(add_comma(&lp->tops, lp->n));
+    NB_TRY(native_entry(&lp->tokens, engine, event->id, has, event->logprob, lp->with_text));
+    if (!event->n_top) return nbi_buf_add(&lp->tops, "null", 4);
+    for (uint32_t i = 0; i < event->n_top; i++) {
+        NB_TRY(nbi_buf_add(&lp->tops, i ? "," : "[", 1));
+        NB_TRY(native_entry(&lp->tops, engine, event->top[i].id, true, event->top[i].logprob,
+                            lp->with_text));
+    }
+    return nbi_buf_add(&lp->tops, "]", 1);
+}
+
+/* ---------------------------------------------------------------- all */
+
+static nb_status add_shape(nbi_logprobs *lp, nbi_logprob_shape shape, const nb_engine *engine,
                            const nb_event *event, size_t offset)
 {
-    NB_TRY(shape == NBI_LOGPROBS_CHAT ? chat_add(lp, engine, event)
-                                      : completions_add(lp, engine, event, offset));
+    switch (shape) {
+    case NBI_LOGPROBS_CHAT: return chat_add(lp, engine, event);
+    case NBI_LOGPROBS_COMPLETIONS: return completions_add(lp, engine, event, offset);
+    case NBI_LOGPROBS_PROMPT: return prompt_add(lp, engine, event);
+    case NBI_LOGPROBS_NATIVE: return native_add(lp, engine, event);
+    }
+    return NB_INTERNAL;
+}
+
+nb_status nbi_logprobs_add(nbi_logprobs *lp, nbi_logprob_shape shape, const nb_engine *engine,
+                           const nb_event *event, uint32_t n_top, size_t offset)
+{
+    nb_event cut;
+    if (event->n_top > n_top) { /* others asked for more */
+        cut = *event;
+        cut.n_top = n_top;
+        event = &cut;
+    }
+    NB_TRY(add_shape(lp, shape, engine, event, offset));
     lp->n++;
     return NB_OK;
 }
@@ -192,6 +277,8 @@ nb_status nbi_logprobs_write(nbi_logprobs *lp, nbi_logprob_shape shape, nbi_buf 
     if (shape == NBI_LOGPROBS_CHAT) {
         NB_TRY(write_array(out, "{\"content\":[", &lp->tokens));
         NB_TRY(nbi_buf_add(out, ",\"refusal\":null}", 16));
+    } else if (shape == NBI_LOGPROBS_PROMPT) {
+        NB_TRY(write_array(out, "[", &lp->tokens));
     } else {
         NB_TRY(write_array(out, "{\"tokens\":[", &lp->tokens));
         NB_TRY(write_array(out, ",\"token_logprobs\":[", &lp->values));
@@ -199,12 +286,17 @@ nb_status nbi_logprobs_write(nbi_logprobs *lp, nbi_logprob_shape shape, nbi_buf 
         NB_TRY(write_array(out, ",\"text_offset\":[", &lp->offsets));
         NB_TRY(nbi_buf_add(out, "}", 1));
     }
+    nbi_logprobs_clear(lp);
+    return NB_OK;
+}
+
+void nbi_logprobs_clear(nbi_logprobs *lp)
+{
     lp->n = 0;
     nbi_buf_clear(&lp->tokens);
     nbi_buf_clear(&lp->values);
     nbi_buf_clear(&lp->tops);
     nbi_buf_clear(&lp->offsets);
-    return NB_OK;
 }
 
 void nbi_logprobs_free(nbi_logprobs *lp)

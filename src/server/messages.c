@@ -148,7 +148,7 @@ static nb_status read_kwargs(json_t *kwargs, const json_t *body, nbi_api_error *
 /* Fields of chat requests whose effect is not built; ignoring them would change the answer. */
 static nb_status refuse_unsupported(const json_t *body, nbi_api_error *e)
 {
-    static const char *const switches[] = {"continue_final_message", "echo", "add_special_tokens"};
+    static const char *const switches[] = {"echo"};
     static const char *const values[] = {"chat_template", "documents", "functions",
                                          "function_call", "audio",     "input_ids"};
     for (size_t i = 0; i < sizeof switches / sizeof *switches; i++) {
@@ -164,19 +164,44 @@ static nb_status refuse_unsupported(const json_t *body, nbi_api_error *e)
     return NB_OK;
 }
 
+/* continue_final_message: the answer goes on with the last message, which no generation prompt may
+ * follow. */
+static nb_status read_ending(bool *generate, bool *go_on, const json_t *body,
+                             const json_t *messages, nbi_api_error *e)
+{
+    bool special = false; /* templates write what they need; no token is added */
+    NB_TRY(nbi_field_bool(generate, body, "", "add_generation_prompt", e));
+    NB_TRY(nbi_field_bool(go_on, body, "", "continue_final_message", e));
+    NB_TRY(nbi_field_bool(&special, body, "", "add_special_tokens", e));
+    if (!*go_on) return NB_OK;
+    if (*generate && nbi_field(body, "add_generation_prompt")) {
+        return nbi_api_field(e, "continue_final_message",
+                             "not allowed together with \"add_generation_prompt\"");
+    }
+    *generate = false;
+    const json_t *last = json_array_get(messages, json_array_size(messages) - 1);
+    const char *role = json_string_value(json_object_get(last, "role"));
+    if (strcmp(role ? role : "", "assistant") == 0 && !json_object_get(last, "tool_calls")) {
+        return NB_OK;
+    }
+    return nbi_api_field(e, "continue_final_message",
+                         "the last message is no text of the assistant");
+}
+
 nb_status nbi_chat_request_read(json_t **out, const json_t *body, nbi_api_error *e)
 {
     nb_status status;
     json_t *messages = NULL, *tools = NULL, *kwargs = json_object(), *request = NULL;
-    bool generate = true;
+    bool generate = true, go_on = false;
     if (!kwargs) return NO_MEMORY(e);
     NB_TRY_OR(status, read_messages(&messages, body, e), done);
     NB_TRY_OR(status, read_tools(&tools, body, e), done);
     NB_TRY_OR(status, read_kwargs(kwargs, body, e), done);
-    NB_TRY_OR(status, nbi_field_bool(&generate, body, "", "add_generation_prompt", e), done);
+    NB_TRY_OR(status, read_ending(&generate, &go_on, body, messages, e), done);
     NB_TRY_OR(status, refuse_unsupported(body, e), done);
-    request = json_pack("{sO, sO?, sO, sb}", "messages", messages, "tools", tools,
-                        "chat_template_kwargs", kwargs, "add_generation_prompt", generate);
+    request = json_pack("{sO, sO?, sO, sb, sb}", "messages", messages, "tools", tools,
+                        "chat_template_kwargs", kwargs, "add_generation_prompt", generate,
+                        "continue_final_message", go_on);
     if (!request) status = NO_MEMORY(e);
 done:
     json_decref(messages);

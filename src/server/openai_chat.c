@@ -15,7 +15,7 @@ static nb_status read_logprobs(nbi_job *job, const json_t *body, nbi_api_error *
     if (top > 0 && !on) {
         return nbi_api_field(e, "top_logprobs", "only allowed when \"logprobs\" is true");
     }
-    job->params.sampling.n_logprobs = on ? (int32_t)top : -1;
+    job->params.n_logprobs = on ? (int32_t)top : -1;
     return NB_OK;
 }
 
@@ -113,9 +113,18 @@ static nb_status write_choice(nbi_job *job, nbi_choice *c, nbi_buf *out)
     nbi_buf_free(&text);
     NB_TRY(status);
     NB_TRY(nbi_buf_add(out, "}", 1));
-    NB_TRY(write_logprobs(c, job->params.sampling.n_logprobs >= 0, out));
+    NB_TRY(write_logprobs(c, job->params.n_logprobs >= 0, out));
     NB_TRY(nbi_job_write_finish(job, c, true, out));
     return nbi_buf_add(out, "}", 1);
+}
+
+/* Of the one prompt, so they stand beside the choices. */
+static nb_status write_extra(nbi_job *job, nbi_buf *out)
+{
+    nbi_logprobs *lp = &job->choices[0].prompt_logprobs;
+    if (job->params.n_prompt_logprobs < 0) return NB_OK;
+    NB_TRY(nbi_buf_addf(out, ",\"prompt_logprobs\":"));
+    return nbi_logprobs_write(lp, NBI_LOGPROBS_PROMPT, out);
 }
 
 /* ---------------------------------------------------------------- stream */
@@ -203,7 +212,9 @@ const nbi_surface nbi_surface_chat = {
     .id_prefix = "chatcmpl-",
     .object = "chat.completion",
     .chunk_object = "chat.completion.chunk",
+    .shows_abort = true,
     .logprob_shape = NBI_LOGPROBS_CHAT,
+    .prompt_logprob_shape = NBI_LOGPROBS_PROMPT,
     .prompt_field = "messages",
     .read = read,
     .encode = nbi_job_encode_chat,
@@ -211,4 +222,5 @@ const nbi_surface nbi_surface_chat = {
     .take = nbi_job_take_chat,
     .write_delta = write_delta,
     .write_choice = write_choice,
+    .write_extra = write_extra,
 };

@@ -28,8 +28,6 @@ static const struct {
     {"bad_words", NEUTRAL_EMPTY},
     {"use_beam_search", NEUTRAL_FALSE},
     {"stop_regex", NEUTRAL_EMPTY},
-    {"truncate_prompt_tokens", NEUTRAL_NONE},
-    {"prompt_logprobs", NEUTRAL_NONE},
     {"logprob_token_ids", NEUTRAL_EMPTY},
     {"thinking_token_budget", NEUTRAL_NONE},
     {"lora_path", NEUTRAL_NONE},
@@ -65,7 +63,7 @@ static nb_status refuse_unsupported(const json_t *body, nbi_api_error *e)
 
 /* ---------------------------------------------------------------- groups */
 
-static nb_status read_model(const json_t *body, const nbi_api_facts *facts, nbi_api_error *e)
+nb_status nbi_params_read_model(const json_t *body, const nbi_api_facts *facts, nbi_api_error *e)
 {
     const char *model = NULL;
     NB_TRY(nbi_field_str(&model, body, "", "model", e));
@@ -79,21 +77,22 @@ static nb_status read_model(const json_t *body, const nbi_api_facts *facts, nbi_
 }
 
 /* The newer name wins when both are given. */
-static nb_status read_lengths(nbi_params *p, const json_t *body, uint32_t min_max_tokens,
-                              nbi_api_error *e)
+static nb_status read_lengths(nbi_params *p, const json_t *body, const nbi_param_names *names,
+                              uint32_t min_max_tokens, nbi_api_error *e)
 {
     int64_t max_tokens = -1, newer = -1, min_tokens = p->sampling.min_tokens;
-    NB_TRY(nbi_field_int(&max_tokens, body, "", "max_tokens", min_max_tokens, UINT32_MAX, e));
-    NB_TRY(nbi_field_int(&newer, body, "", "max_completion_tokens", min_max_tokens, UINT32_MAX, e));
-    NB_TRY(nbi_field_int(&min_tokens, body, "", "min_tokens", 0, UINT32_MAX, e));
+    const uint32_t least = min_max_tokens;
+    NB_TRY(nbi_field_int(&max_tokens, body, "", names->max_tokens, least, UINT32_MAX, e));
+    NB_TRY(nbi_field_int(&newer, body, "", "max_completion_tokens", least, UINT32_MAX, e));
+    NB_TRY(nbi_field_int(&min_tokens, body, "", names->min_tokens, 0, UINT32_MAX, e));
     NB_TRY(nbi_field_bool(&p->sampling.ignore_eos, body, "", "ignore_eos", e));
-    p->max_tokens_field = newer >= 0 ? "max_completion_tokens" : "max_tokens";
+    p->max_tokens_field = newer >= 0 ? "max_completion_tokens" : names->max_tokens;
     if (newer >= 0) max_tokens = newer;
     p->has_max_tokens = max_tokens >= 0;
     p->max_tokens = p->has_max_tokens ? (uint32_t)max_tokens : 0;
     if (p->has_max_tokens && min_tokens > max_tokens) {
-        return nbi_api_field(e, "min_tokens", "%lld is more than %s, %lld", (long long)min_tokens,
-                             p->max_tokens_field, (long long)max_tokens);
+        return nbi_api_field(e, names->min_tokens, "%lld is more than %s, %lld",
+                             (long long)min_tokens, p->max_tokens_field, (long long)max_tokens);
     }
     p->sampling.min_tokens = (uint32_t)min_tokens;
     return NB_OK;
@@ -115,7 +114,8 @@ static nb_status read_ratio(float *out, const json_t *body, const char *key, dou
     return NB_OK;
 }
 
-static nb_status read_randomness(nbi_params *p, const json_t *body, nbi_api_error *e)
+static nb_status read_randomness(nbi_params *p, const json_t *body, const nbi_param_names *names,
+                                 nbi_api_error *e)
 {
     nb_sampling *s = &p->sampling;
     double temperature = s->temperature;
@@ -129,8 +129,8 @@ static nb_status read_randomness(nbi_params *p, const json_t *body, nbi_api_erro
     NB_TRY(read_ratio(&s->min_p, body, "min_p", 0, false, 1, e));
     NB_TRY(nbi_field_int(&top_k, body, "", "top_k", -1, INT32_MAX, e));
     s->top_k = (int32_t)top_k;
-    if (nbi_field(body, "seed")) {
-        NB_TRY(nbi_field_int(&seed, body, "", "seed", INT64_MIN, INT64_MAX, e));
+    if (nbi_field(body, names->seed)) {
+        NB_TRY(nbi_field_int(&seed, body, "", names->seed, INT64_MIN, INT64_MAX, e));
         s->has_seed = true;
         s->seed = (uint64_t)seed;
     }
@@ -185,10 +185,12 @@ static nb_status read_n(nbi_params *p, const json_t *body, nbi_api_error *e)
     NB_TRY(nbi_field_int(&n, body, "", "n", 1, NBI_N_MAX, e));
     int64_t best_of = n;
     NB_TRY(nbi_field_int(&best_of, body, "", "best_of", 1, NBI_N_MAX, e));
-    if (best_of != n) {
-        return nbi_api_field(e, "best_of", "not supported unless it equals n, %lld", (long long)n);
+    if (best_of < n) {
+        return nbi_api_field(e, "best_of", "%lld is less than n, %lld", (long long)best_of,
+                             (long long)n);
     }
     p->n = (uint32_t)n;
+    p->best_of = (uint32_t)best_of;
     return NB_OK;
 }
 
@@ -198,6 +200,10 @@ static nb_status add_stop(nb_sampling *s, const json_t *value, const char *param
         return nbi_api_field(e, param, "expected a string, found %s", nbi_json_kind(value));
     }
     if (json_string_length(value) == 0) return nbi_api_field(e, param, "a stop text is empty");
+    if (json_string_length(value) > NBI_STOP_BYTES_MAX) {
+        return nbi_api_field(e, param, "a stop text of %zu bytes, at most %d",
+                             json_string_length(value), NBI_STOP_BYTES_MAX);
+    }
     if (s->n_stop_strings == NB_STOP_STRINGS_MAX) {
         return nbi_api_field(e, "stop", "more than %d stop texts", NB_STOP_STRINGS_MAX);
     }
@@ -270,21 +276,106 @@ static nb_status read_stream(nbi_params *p, const json_t *body, nbi_api_error *e
                           "continuous_usage_stats", e);
 }
 
-nb_status nbi_params_read(nbi_params *out, const json_t *body, const nbi_api_facts *facts,
-                          uint32_t min_max_tokens, nbi_api_error *e)
+/* Which tokens besides the answer's are of interest, and how much of the prompt is. */
+static nb_status read_prompt_options(nbi_params *p, const json_t *body, const nbi_api_facts *facts,
+                                     nbi_api_error *e)
 {
-    *out = (nbi_params){.sampling = facts->defaults, .n = 1};
-    NB_TRY(read_model(body, facts, e));
-    NB_TRY(read_lengths(out, body, min_max_tokens, e));
-    NB_TRY(read_randomness(out, body, e));
+    int64_t n = -1, priority = 0;
+    NB_TRY(nbi_field_int(&n, body, "", "prompt_logprobs", 0, NB_TOP_LOGPROBS_MAX, e));
+    if (n >= 0 && p->stream) {
+        return nbi_api_field(e, "prompt_logprobs", "not available when \"stream\" is true");
+    }
+    p->n_prompt_logprobs = (int32_t)n;
+    NB_TRY(nbi_field_int(&p->truncate_prompt, body, "", "truncate_prompt_tokens", -1,
+                         facts->max_context, e));
+    if (nbi_field(body, "truncate_prompt_tokens") && p->truncate_prompt == 0) {
+        return nbi_api_field(e, "truncate_prompt_tokens", "0 leaves no token to start from");
+    }
+    NB_TRY(nbi_field_int(&priority, body, "", "priority", INT32_MIN, INT32_MAX, e));
+    p->priority = (int32_t)priority;
+    return NB_OK;
+}
+
+/* Fields without effect on the answer: the type has to be right. */
+static nb_status check_ignored(const json_t *body, nbi_api_error *e)
+{
+    static const char *const strings[] = {"user",      "service_tier",      "cache_salt",
+                                          "extra_key", "safety_identifier", "prompt_cache_key"};
+    static const char *const booleans[] = {"store", "spaces_between_special_tokens",
+                                           "return_tokens_as_token_ids"};
+    const char *string;
+    json_t *object;
+    bool boolean;
+    for (size_t i = 0; i < sizeof strings / sizeof *strings; i++) {
+        NB_TRY(nbi_field_str(&string, body, "", strings[i], e));
+    }
+    for (size_t i = 0; i < sizeof booleans / sizeof *booleans; i++) {
+        NB_TRY(nbi_field_bool(&boolean, body, "", booleans[i], e));
+    }
+    return nbi_field_object(&object, body, "", "metadata", e);
+}
+
+/* What every API has. */
+static nb_status read_common(nbi_params *out, const json_t *body, const nbi_api_facts *facts,
+                             const nbi_param_names *names, uint32_t min_max_tokens,
+                             nbi_api_error *e)
+{
+    NB_TRY(read_lengths(out, body, names, min_max_tokens, e));
+    NB_TRY(read_randomness(out, body, names, e));
     NB_TRY(read_penalties(out, body, e));
     NB_TRY(read_logit_bias(out, body, facts, e));
     NB_TRY(read_n(out, body, e));
     NB_TRY(read_stop_strings(out, body, e));
     NB_TRY(read_stop_ids(out, body, facts, e));
-    NB_TRY(read_text_options(out, body, e));
+    return read_text_options(out, body, e);
+}
+
+static nbi_params defaults(const nbi_api_facts *facts)
+{
+    return (nbi_params){.sampling = facts->defaults,
+                        .n = 1,
+                        .best_of = 1,
+                        .n_logprobs = -1,
+                        .n_prompt_logprobs = -1};
+}
+
+nb_status nbi_params_read(nbi_params *out, const json_t *body, const nbi_api_facts *facts,
+                          uint32_t min_max_tokens, nbi_api_error *e)
+{
+    static const nbi_param_names names = {"", "max_tokens", "min_tokens", "seed"};
+    *out = defaults(facts);
+    NB_TRY(nbi_params_read_model(body, facts, e));
+    NB_TRY(read_common(out, body, facts, &names, min_max_tokens, e));
     NB_TRY(read_stream(out, body, e));
+    NB_TRY(read_prompt_options(out, body, facts, e));
+    NB_TRY(check_ignored(body, e));
     return refuse_unsupported(body, e);
+}
+
+/* "stop[3]" becomes "sampling_params.stop[3]", as the sentence that begins with it. */
+static void put_prefix(nbi_api_error *e, const char *prefix)
+{
+    nbi_api_error inner = *e;
+    size_t n = strlen(inner.param);
+    if (!n || inner.http != 400) return;
+    snprintf(e->param, sizeof e->param, "%s%.*s", prefix,
+             (int)(sizeof e->param - strlen(prefix) - 1), inner.param);
+    if (strncmp(inner.message, inner.param, n) != 0) return;
+    snprintf(e->message, sizeof e->message, "%s%.*s", prefix,
+             (int)(sizeof e->message - strlen(prefix) - 1), inner.message);
+}
+
+nb_status nbi_params_read_native(nbi_params *out, const json_t *obj, const nbi_api_facts *facts,
+                                 nbi_api_error *e)
+{
+    static const nbi_param_names names = {"sampling_params.", "max_new_tokens", "min_new_tokens",
+                                          "sampling_seed"};
+    *out = defaults(facts);
+    nb_status status = read_common(out, obj, facts, &names, 0, e);
+    if (status == NB_OK) status = check_ignored(obj, e);
+    if (status == NB_OK) status = refuse_unsupported(obj, e);
+    if (status != NB_OK) put_prefix(e, names.prefix);
+    return status;
 }
 
 nb_status nbi_params_check_length(const nbi_params *params, const nbi_api_facts *facts,

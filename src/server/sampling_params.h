@@ -9,8 +9,9 @@
 extern "C" {
 #endif
 
-#define NBI_CHOICES_MAX 1024 /* prompts times n of one HTTP request */
-#define NBI_N_MAX       128
+#define NBI_CHOICES_MAX    1024 /* prompts times n of one HTTP request */
+#define NBI_N_MAX          128
+#define NBI_STOP_BYTES_MAX 1024 /* of one stop string */
 
 /* What validation needs to know. Immutable once the model is loaded. */
 typedef struct nbi_api_facts {
@@ -27,20 +28,43 @@ typedef struct nbi_api_facts {
 typedef struct nbi_params {
     nb_sampling sampling; /* stop strings are borrowed from the body */
     uint32_t n;           /* answers per prompt */
+    uint32_t best_of;     /* of how many that are computed; n unless the surface ranks them */
     bool has_max_tokens;
     uint32_t max_tokens;          /* when has_max_tokens; may be 0 where the surface allows it */
     const char *max_tokens_field; /* the name the client used; static */
     bool stream, include_usage, continuous_usage;
+    /* Log-probabilities of the answer and of the prompt: -1 none, 0 of the token, k and the k best.
+     * sampling.n_logprobs is filled from them when the request is submitted. */
+    int32_t n_logprobs, n_prompt_logprobs;
+    uint32_t prompt_logprobs_from; /* prompt tokens before it are left out */
+    int64_t truncate_prompt;       /* tokens kept of a longer prompt; 0: all; -1: what fits */
+    int32_t priority;              /* as in nb_request_options */
     nb_logit_bias bias[NB_LOGIT_BIAS_MAX]; /* what sampling.logit_bias points to */
 } nbi_params;
+
+/* The names of fields that differ between the APIs. */
+typedef struct nbi_param_names {
+    const char *prefix; /* "" or "sampling_params." */
+    const char *max_tokens, *min_tokens, *seed;
+} nbi_param_names;
 
 /* Reads and checks: model, max_tokens, max_completion_tokens, temperature, top_p, top_k, min_p,
  * frequency_penalty, presence_penalty, repetition_penalty, logit_bias, seed, n, best_of, stop,
  * stop_token_ids, include_stop_str_in_output, no_stop_trim, min_tokens, ignore_eos,
- * skip_special_tokens, stream, stream_options; refuses what would change the answer and is not
+ * skip_special_tokens, stream, stream_options, prompt_logprobs, truncate_prompt_tokens, priority;
+ * checks the type of fields that have no effect (user, metadata, store, service_tier,
+ * spaces_between_special_tokens, ...); refuses what would change the answer and is not
  * supported. `min_max_tokens` is the smallest max_tokens the surface takes. */
 nb_status nbi_params_read(nbi_params *out, const json_t *body, const nbi_api_facts *facts,
                           uint32_t min_max_tokens, nbi_api_error *e);
+
+/* `model` alone: 404 for a name that is not served. */
+nb_status nbi_params_read_model(const json_t *body, const nbi_api_facts *facts, nbi_api_error *e);
+
+/* The same for SGLang's sampling_params object `obj` (NULL: all defaults): what it shares with the
+ * above, max_new_tokens, min_new_tokens and sampling_seed. */
+nb_status nbi_params_read_native(nbi_params *out, const json_t *obj, const nbi_api_facts *facts,
+                                 nbi_api_error *e);
 
 /* 400 unless prompt and answer fit the context (names the limit and both counts). */
 nb_status nbi_params_check_length(const nbi_params *params, const nbi_api_facts *facts,

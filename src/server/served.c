@@ -66,7 +66,9 @@ nb_status nbi_served_encode_chat(const nbi_served *served, const json_t *request
                                  nbi_chat_prompt *prompt, nbi_api_error *e)
 {
     nb_error err = {0};
-    nbi_chat_options options = {.reasoning = served->reasoning};
+    nbi_chat_options options = {
+        .reasoning = served->reasoning,
+        .continue_final = json_is_true(json_object_get(request, "continue_final_message"))};
     nb_status status =
         nbi_chat_encode(prompt, served->text.tmpl, served->text.tokenizer, request, &options, &err);
     if (status == NB_OK) return NB_OK;
@@ -200,11 +202,27 @@ static nb_status open_grammars(nbi_served *s, const char *name, nb_error *err)
     return status == NB_OK ? NB_OK : nbi_fail_prefix(err, status, "--grammar-backend %s", name);
 }
 
+/* Only to be shown: a config.json without them is fine. */
+static nb_status read_architectures(nbi_served *s, nb_error *err)
+{
+    json_t *config = NULL;
+    char *path = nbi_path_join(s->info.model_dir, "config.json");
+    if (!path) return nbi_fail(err, NB_NO_MEMORY, "no memory for the model's description");
+    nb_status status = nbi_json_load(&config, path, TEMPLATE_BYTES_MAX, err);
+    nbi_free(path);
+    NB_TRY(status);
+    const json_t *names = json_object_get(config, "architectures");
+    s->architectures = json_is_array(names) ? json_dumps(names, JSON_COMPACT) : NULL;
+    json_decref(config);
+    return NB_OK;
+}
+
 static nb_status fill(nbi_served *s, const nbi_served_options *options, nb_error *err)
 {
     s->created = (int64_t)time(NULL);
     if (getrandom(&s->id_key, sizeof s->id_key, 0) != sizeof s->id_key) s->id_key = nbi_now_ns();
     nb_engine_get_info(s->engine, &s->info);
+    NB_TRY(read_architectures(s, err));
     nb_sampling_default(s->engine, &s->facts.defaults);
     s->facts.vocab_size = s->info.vocab_size;
     s->facts.max_context = s->info.max_context;
@@ -246,6 +264,7 @@ void nbi_served_destroy(nbi_served **out)
     nbi_grammar_compiler_close(&s->grammars); /* it uses the tokenizer */
     nbi_served_text_close(&s->text);
     nbi_free(s->names);
+    nbi_free(s->architectures);
     nbi_free(s);
     *out = NULL;
 }

@@ -60,6 +60,7 @@ typedef struct nbi_served {
     int64_t created;                /* seconds since 1970 when it became ready */
     uint64_t id_key;
     const char **names;
+    char *architectures; /* of config.json, a JSON list; NULL: none */
 } nbi_served;
 
 /* Takes *text, also on failure. */

@@ -35,6 +35,7 @@ typedef struct nbi_server_options {
     const char *reasoning_parser;   /* "auto", "none" or a parser's name */
     const char *tool_parser;        /* the same for tool calls */
     const char *grammar_backend;    /* "auto", "llguidance", "none" or another library's name */
+    const char *flags_json; /* object of the command's flags, for /server_info; NULL: none */
     uint64_t start_ns; /* when the process started, on the clock of nbi_now_ns(); for the log */
 } nbi_server_options;
 

@@ -31,6 +31,10 @@ typedef struct nbi_chat_options {
      * turn. */
     bool parse_special_in_content;
     nbi_reasoning_kind reasoning; /* for thinking_open */
+    /* The prompt ends behind the content of the last message, so that the answer goes on with it.
+     * NB_INVALID when the template does not show that content. Wants add_generation_prompt false.
+     */
+    bool continue_final;
 } nbi_chat_options;
 
 /* Zero before the first use; nbi_chat_prompt_free() after. */

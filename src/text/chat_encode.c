@@ -60,6 +60,58 @@ static nb_status render(nbi_buf *out, const nbi_template *tmpl, const json_t *co
     return st;
 }
 
+/* [*begin, *end) of s without the white space around. */
+static void trim(const char *s, size_t *begin, size_t *end)
+{
+    static const char space[] = " \t\r\n";
+    while (*begin < *end && memchr(space, s[*begin], sizeof space - 1)) ++*begin;
+    while (*begin < *end && memchr(space, s[*end - 1], sizeof space - 1)) --*end;
+}
+
+/* Where the last occurrence of word[0, n) in text ends; 0 when there is none. */
+static size_t last_end(const nbi_buf *text, const char *word, size_t n)
+{
+    for (size_t at = n && text->len >= n ? text->len - n + 1 : 0; at-- > 0;) {
+        if (memcmp(text->data + at, word, n) == 0) return at + n;
+    }
+    return 0;
+}
+
+/* Ends the rendered prompt behind the content of the last message. Templates may take thinking out
+ * of it and white space from its ends. */
+static nb_status cut_behind_final(nbi_buf *rendered, const json_t *context, nb_error *err)
+{
+    const json_t *messages = json_object_get(context, "messages");
+    const json_t *last = json_array_get(messages, json_array_size(messages) - 1);
+    const char *content = json_string_value(json_object_get(last, "content"));
+    size_t n = content ? strlen(content) : 0, begin = 0, end = n;
+    const char *behind_thinking = NULL;
+    for (const char *at = content; at && (at = strstr(at, "</think>")); behind_thinking = at)
+        at += 8;
+    if (content) trim(content, &begin, &end);
+    size_t cut = n ? last_end(rendered, content + begin, end - begin) : 0;
+    if (!cut && behind_thinking) {
+        begin = (size_t)(behind_thinking - content);
+        end = n;
+        trim(content, &begin, &end);
+        cut = last_end(rendered, content + begin, end - begin);
+    }
+    if (!cut) {
+        return nbi_fail(err, NB_INVALID,
+                        "messages[%zu].content is empty or not shown by the chat template, so that "
+                        "continue_final_message cannot go on with it",
+                        json_array_size(messages) - 1);
+    }
+    /* white space at the end stays where the template has kept it */
+    size_t kept = n - end;
+    if (rendered->len - cut >= kept && memcmp(rendered->data + cut, content + end, kept) == 0) {
+        cut += kept;
+    }
+    rendered->len = cut;
+    rendered->data[cut] = '\0';
+    return NB_OK;
+}
+
 /* Replaces messages and tools of the context by guarded copies. */
 static nb_status guard_context(nbi_guard *guard, json_t *context, nb_error *err)
 {
@@ -89,6 +141,7 @@ static nb_status encode_guarded(nbi_chat_prompt *prompt, const nbi_template *tmp
     if (st != NB_OK) return st;
     st = guard_context(&guard, context, err);
     if (st == NB_OK) st = render(&rendered, tmpl, context, err);
+    if (st == NB_OK && options->continue_final) st = cut_behind_final(&rendered, context, err);
     if (st == NB_OK) {
         prompt->thinking_open =
             nbi_reasoning_prompt_open(options->reasoning, rendered.data, rendered.len);
@@ -108,6 +161,7 @@ static nb_status encode_plain(nbi_chat_prompt *prompt, const nbi_template *tmpl,
                               const nbi_chat_options *options, nb_error *err)
 {
     NB_TRY(render(&prompt->text, tmpl, context, err));
+    if (options->continue_final) NB_TRY(cut_behind_final(&prompt->text, context, err));
     prompt->thinking_open =
         nbi_reasoning_prompt_open(options->reasoning, prompt->text.data, prompt->text.len);
     return nbi_tokenizer_encode(tokenizer, prompt->text.data, prompt->text.len, true, &prompt->ids,

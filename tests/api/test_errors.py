@@ -28,12 +28,15 @@ COMMON = [
     ("max_completion_tokens", "7"), ("max_completion_tokens", -3), ("temperature", "hot"), ("temperature", -0.1),
     ("temperature", 1e300), ("temperature", {}), ("top_p", 0), ("top_p", 1.01), ("top_p", -1), ("top_p", "x"), ("top_k", -2),
     ("top_k", 1.5), ("top_k", "x"), ("min_p", -0.1), ("min_p", 1.1), ("min_p", []), ("seed", "x"), ("seed", 1.5), ("seed", 2**70),
-    ("n", 0), ("n", -1), ("n", 129), ("n", "2"), ("best_of", 3), ("stop", 5), ("stop", {}), ("stop", ""), ("stop", [f"{i}" for i in range(17)]),
+    ("n", 0), ("n", -1), ("n", 129), ("n", "2"), ("best_of", 0), ("best_of", "3"), ("stop", 5), ("stop", "x" * 1025), ("stop", {}), ("stop", ""), ("stop", [f"{i}" for i in range(17)]),
     ("stop_token_ids", 3), ("min_tokens", -1), ("min_tokens", "x"), ("ignore_eos", 1), ("ignore_eos", "yes"),
     ("skip_special_tokens", "no"), ("include_stop_str_in_output", 3), ("stream", "true"), ("stream", 1), ("stream_options", []),
     ("stream_options", {"include_usage": True}), ("frequency_penalty", 2.5), ("presence_penalty", -2.1), ("repetition_penalty", 0),
     ("frequency_penalty", "x"), ("logit_bias", {"1": 101}), ("logit_bias", {"-1": 5}), ("logit_bias", {"x": 5}), ("logit_bias", {"1": "5"}), ("logit_bias", {"99999999": 1}), ("use_beam_search", True), ("guided_json", 3), ("structured_outputs", "regex"),
-    ("prompt_logprobs", 1), ("response_format", "json"), ("bad_words", ["x"]), ("regex", 3),
+    ("prompt_logprobs", "1"), ("prompt_logprobs", -1), ("prompt_logprobs", 21), ("truncate_prompt_tokens", 0),
+    ("truncate_prompt_tokens", -2), ("truncate_prompt_tokens", 10**7), ("priority", "x"), ("rid", 3), ("rid", ""), ("rid", "x" * 257), ("request_id", []),
+    ("user", 3), ("metadata", "x"), ("store", "yes"), ("service_tier", 1), ("spaces_between_special_tokens", "x"),
+    ("response_format", "json"), ("bad_words", ["x"]), ("regex", 3),
 ]
 NESTED = [
     ("stop", ["a", 3], "stop[1]"), ("stop", ["a", ""], "stop[1]"), ("stop_token_ids", [1, "x"], "stop_token_ids[1]"),
@@ -108,7 +111,7 @@ def test_min_above_max(server):
     ("tool_choice", {"type": "function", "function": {"name": "f"}}, "tool_choice.function.name"), ("chat_template", "{{ 1 }}", "chat_template"),
     ("chat_template_kwargs", 3, "chat_template_kwargs"), ("chat_template_kwargs", {"enable_thinking": "no"}, "chat_template_kwargs.enable_thinking"),
     ("reasoning_effort", 3, "reasoning_effort"), ("thinking", "on", "thinking"), ("thinking", {"type": "maybe"}, "thinking.type"),
-    ("enable_thinking", 0, "enable_thinking"), ("separate_reasoning", "x", "separate_reasoning"), ("continue_final_message", True, "continue_final_message"),
+    ("enable_thinking", 0, "enable_thinking"), ("best_of", 3, "best_of"), ("separate_reasoning", "x", "separate_reasoning"), ("continue_final_message", True, "continue_final_message"),
     ("add_generation_prompt", "x", "add_generation_prompt"), ("echo", True, "echo"), ("functions", [{"name": "f"}], "functions"),
 ], ids=lambda v: str(v)[:24])
 def test_chat_fields(server, key, value, param):

@@ -1,5 +1,5 @@
 /* Request bodies: parsing, validation and normalisation of every API surface, without an engine.
- * The first byte chooses the surface: '0' to '4'. */
+ * The first byte chooses the surface: '0' to '7'. */
 #include <string.h>
 
 #include "server/job.h"
@@ -27,7 +27,10 @@ static void check(const nbi_job *job, bool chat)
     const nb_sampling *s = &job->params.sampling;
     NB_ASSERT(s->temperature >= 0 && s->top_p > 0 && s->top_p <= 1 && s->min_p >= 0 &&
               s->min_p <= 1);
-    NB_ASSERT(s->top_k >= -1 && s->n_logprobs >= -1 && s->n_logprobs <= NB_TOP_LOGPROBS_MAX);
+    const nbi_params *p = &job->params;
+    NB_ASSERT(s->top_k >= -1 && p->n_logprobs >= -1 && p->n_logprobs <= NB_TOP_LOGPROBS_MAX);
+    NB_ASSERT(p->n_prompt_logprobs >= -1 && p->n_prompt_logprobs <= NB_TOP_LOGPROBS_MAX);
+    NB_ASSERT(p->best_of >= p->n && p->truncate_prompt >= -1);
     NB_ASSERT(job->params.n >= 1 && job->params.n <= NBI_N_MAX);
     NB_ASSERT(s->n_stop_strings <= NB_STOP_STRINGS_MAX && s->n_stop_ids <= NB_STOP_IDS_MAX);
     for (uint32_t i = 0; i < s->n_stop_strings; i++) NB_ASSERT(s->stop_strings[i][0]);
@@ -63,12 +66,14 @@ static void check_error(const nbi_surface *surface, const nbi_api_error *e)
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t n)
 {
     if (n < 1) return 0;
-    static const nbi_surface *const surfaces[] = {&nbi_surface_completions, &nbi_surface_chat,
-                                                  &nbi_surface_messages, &nbi_surface_count_tokens,
-                                                  &nbi_surface_responses};
+    static const nbi_surface *const surfaces[] = {
+        &nbi_surface_completions,  &nbi_surface_chat,      &nbi_surface_messages,
+        &nbi_surface_count_tokens, &nbi_surface_responses, &nbi_surface_generate,
+        &nbi_surface_tokenize,     &nbi_surface_detokenize};
     const nbi_surface *surface =
         surfaces[(uint8_t)(data[0] - '0') % (sizeof surfaces / sizeof *surfaces)];
-    bool chat = surface != &nbi_surface_completions;
+    bool chat = surface != &nbi_surface_completions && surface != &nbi_surface_generate;
+    bool samples = surface != &nbi_surface_tokenize && surface != &nbi_surface_detokenize;
     char *text = nbi_strndup((const char *)data + 1, n - 1);
     nbi_job job = {.surface = surface, .facts = &facts};
     nbi_api_error e = {0};
@@ -77,7 +82,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t n)
     nb_status status = nbi_body_parse(&body, text, n - 1, &e);
     if (status == NB_OK) {
         status = surface->read(&job, body, &e);
-        if (status == NB_OK) check(&job, chat);
+        if (status == NB_OK && samples) check(&job, chat);
     }
     if (status != NB_OK) check_error(surface, &e);
     json_decref(job.chat);

@@ -1,0 +1,23 @@
+/* Prompts as text or token ids, one or many: a string, an array of ids, or an array of either. */
+#pragma once
+
+#include "server/job.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Pure. `field` names the value in errors; NULL is a missing one. */
+nb_status nbi_prompts_check(const json_t *prompt, const char *field, const nbi_api_facts *facts,
+                            nbi_api_error *e);
+/* An array of prompts, as opposed to one, of what was checked. */
+bool nbi_prompts_are_batch(const json_t *prompt);
+/* Fills job->prompts, and with job->echo their texts, from what was checked. `field` is static. */
+nb_status nbi_prompts_encode(nbi_job *job, const json_t *prompt, const char *field,
+                             nbi_api_error *e);
+/* Keeps the ends of prompts that params.truncate_prompt makes shorter. */
+nb_status nbi_prompts_truncate(nbi_job *job, nbi_api_error *e);
+
+#ifdef __cplusplus
+}
+#endif

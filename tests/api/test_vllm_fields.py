@@ -1,0 +1,130 @@
+"""Fields of OpenAI's APIs that vLLM and SGLang have added: prompt_logprobs, best_of, truncation, continued messages, names."""
+
+import pytest
+from test_errors import error_of
+from test_native import PROMPT, completion
+
+ASK = [{"role": "user", "content": "What is 3+5?"}]
+
+
+def chat(server, **body):
+    reply = server.post("/v1/chat/completions", {"messages": ASK, "temperature": 0, "max_tokens": 8, **body})
+    assert reply.status_code == 200, reply.text
+    return reply.json()
+
+
+def test_prompt_logprobs(server):
+    choice = completion(server, prompt_logprobs=2, logprobs=0, max_tokens=1)["choices"][0]
+    ids = server.post("/tokenize", {"prompt": PROMPT}).json()["tokens"]
+    scores = completion(server, logprobs=2, echo=True, max_tokens=0)["choices"][0]["logprobs"]
+    entries = choice["prompt_logprobs"]
+    assert len(entries) == len(ids) and entries[0] is None
+    for token, entry, expected in zip(ids[1:], entries[1:], scores["token_logprobs"][1:]):
+        assert next(iter(entry)) == str(token)
+        assert entry[str(token)]["logprob"] == pytest.approx(expected, abs=1e-4)
+        ranks = sorted(e["rank"] for e in entry.values() if e["rank"])
+        assert ranks == [1, 2]
+        best = min((e for e in entry.values() if e["rank"]), key=lambda e: e["rank"])
+        assert best["logprob"] == max(e["logprob"] for e in entry.values())
+    assert len(choice["logprobs"]["tokens"]) == 1 and len(choice["logprobs"]["top_logprobs"][0]) == 1
+
+
+def test_prompt_logprobs_alone(server):
+    """They neither bring log-probabilities of the answer nor need an answer."""
+    choice = completion(server, prompt_logprobs=0, max_tokens=0)["choices"][0]
+    assert choice["logprobs"] is None and choice["text"] == "" and all(len(e) == 1 for e in choice["prompt_logprobs"][1:])
+    body = chat(server, prompt_logprobs=1)
+    assert len(body["prompt_logprobs"]) == body["usage"]["prompt_tokens"] and body["choices"][0]["logprobs"] is None
+    assert "prompt_logprobs" not in chat(server)
+    error_of(server.post("/v1/completions", {"prompt": "x", "stream": True, "prompt_logprobs": 1}), param="prompt_logprobs")
+
+
+def test_best_of(server):
+    """The kept answers are the likeliest of those that the same seeds give."""
+    body = {"temperature": 1.5, "seed": 3, "max_tokens": 6, "logprobs": 0, "min_tokens": 6}
+    every = completion(server, n=5, **body)["choices"]
+    best = completion(server, n=2, best_of=5, **body)
+    assert [c["index"] for c in best["choices"]] == [0, 1]
+    mean = sorted((sum(c["logprobs"]["token_logprobs"]) / 6, c["text"]) for c in every)
+    assert {c["text"] for c in best["choices"]} == {text for _, text in mean[-2:]}
+    assert best["usage"]["completion_tokens"] == 30
+    quiet = completion(server, n=2, best_of=5, **{**body, "logprobs": None})
+    assert [c["text"] for c in quiet["choices"]] == [c["text"] for c in best["choices"]] and quiet["choices"][0]["logprobs"] is None
+    error_of(server.post("/v1/completions", {"prompt": "x", "n": 3, "best_of": 2}), param="best_of")
+    error_of(server.post("/v1/completions", {"prompt": "x", "n": 1, "best_of": 2, "stream": True}), param="best_of")
+
+
+def test_truncation(server, serve):
+    ids = server.post("/tokenize", {"prompt": PROMPT}).json()["tokens"]
+    cut = completion(server, truncate_prompt_tokens=4, echo=True)
+    tail = completion(server, prompt=ids[-4:], echo=True)
+    assert cut["usage"]["prompt_tokens"] == 4 and cut["choices"][0]["text"] == tail["choices"][0]["text"]
+    assert completion(server, truncate_prompt_tokens=4000)["usage"]["prompt_tokens"] == len(ids)
+    small = serve("--context-length", "256")
+    long = completion(small, prompt=[7] * 300, truncate_prompt_tokens=-1, max_tokens=5)
+    assert long["usage"]["prompt_tokens"] == 251
+    small.stop()
+    assert chat(server, truncate_prompt_tokens=3)["usage"]["prompt_tokens"] == 3
+
+
+def prompt_of(server, **body):
+    tokens = server.post("/tokenize", body).json()["tokens"]
+    return server.post("/detokenize", {"tokens": tokens}).json()["text"]
+
+
+@pytest.mark.parametrize("content,end", [
+    ("The answer is", "The answer is"), ("The answer is ", "The answer is"), ("  The answer is", "The answer is"),
+    ([{"type": "text", "text": "The answer"}], "The answer"), ("<think>hm</think>It is", "<think>hm</think>It is"), ("a <|user|> b", "a <|user|> b"),
+])
+def test_continue_final_message(server, trained, content, end):
+    messages = [*ASK, {"role": "assistant", "content": content}]
+    text = prompt_of(server, messages=messages, continue_final_message=True)
+    assert text.endswith(end) and "What is 3+5?" in text
+    assert text == prompt_of(server, messages=messages, continue_final_message=True, add_generation_prompt=False)
+    # a message in the middle that says the same is not taken for it
+    again = prompt_of(server, messages=[{"role": "user", "content": "The answer is"}, *messages], continue_final_message=True)
+    assert again.endswith(end) and "What is 3+5?" in again
+
+
+def test_continuing(server, trained):
+    """The answer is what a completion of the same tokens is, and no thinking."""
+    body = {"messages": [*ASK, {"role": "assistant", "content": "The answer"}], "continue_final_message": True}
+    ids = server.post("/tokenize", body).json()["tokens"]
+    message = chat(server, **body)["choices"][0]["message"]
+    assert message["content"] == completion(server, prompt=ids, max_tokens=8, ignore_eos=False)["choices"][0]["text"]
+    assert message["reasoning_content"] is None and message["content"]
+
+
+@pytest.mark.parametrize("messages,extra,param", [
+    (ASK, {}, "continue_final_message"), ([*ASK, {"role": "assistant", "content": "x"}], {"add_generation_prompt": True}, "continue_final_message"),
+    ([*ASK, {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}], {}, "continue_final_message"),
+    ([*ASK, {"role": "assistant", "content": ""}], {}, "messages"), ([*ASK, {"role": "assistant", "content": "x"}], {"continue_final_message": 1}, "continue_final_message"),
+])
+def test_continue_refused(server, messages, extra, param):
+    error_of(server.post("/v1/chat/completions", {"messages": messages, "max_tokens": 2, "continue_final_message": True, **extra}), param=param)
+
+
+def test_names(server):
+    assert completion(server, rid="mine")["id"] == "mine"
+    assert completion(server, request_id="mine")["id"] == "cmpl-mine"
+    assert chat(server, rid='with "quotes"')["id"] == 'with "quotes"'
+
+
+def test_fields_without_effect(server):
+    plain = completion(server)["choices"]
+    extra = completion(server, user="u", metadata={"a": "b"}, store=True, service_tier="flex", spaces_between_special_tokens=False, priority=3,
+                       cache_salt="s", a_field_from_the_future={"x": [1]})["choices"]
+    assert plain == extra
+
+
+def test_messages_of_every_kind(server):
+    """Developer role, parts, results of tools, arguments as text or object, null content."""
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+    as_object = {**call, "function": {"name": "f", "arguments": {"x": 1}}}
+    counts = set()
+    for c in (call, as_object):
+        messages = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": [{"type": "text", "text": "What "}, {"type": "text", "text": "is it?"}]},
+                    {"role": "assistant", "content": None, "tool_calls": [c]},
+                    {"role": "tool", "tool_call_id": "c1", "content": [{"type": "text", "text": "8"}]}]
+        counts.add(chat(server, messages=messages)["usage"]["prompt_tokens"])
+    assert len(counts) == 1
