@@ -1,4 +1,4 @@
-# make install: the program, the library with its header, the default model, manual pages.
+# make install: the program, the library with its header, the default model, manual pages, the service.
 
 install(TARGETS nibble_shared LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR}
         PUBLIC_HEADER DESTINATION ${CMAKE_INSTALL_INCLUDEDIR})
@@ -18,3 +18,8 @@ file(GLOB man_pages CONFIGURE_DEPENDS ${PROJECT_SOURCE_DIR}/docs/man/*.1)
 if(man_pages)
     install(FILES ${man_pages} DESTINATION ${CMAKE_INSTALL_MANDIR}/man1)
 endif()
+
+# Below the prefix, where systemd looks when that is /usr or /usr/local. Options are the administrator's: an example beside them.
+configure_file(${PROJECT_SOURCE_DIR}/packaging/nibble.service.in ${CMAKE_BINARY_DIR}/nibble.service @ONLY)
+install(FILES ${CMAKE_BINARY_DIR}/nibble.service DESTINATION lib/systemd/system)
+install(FILES packaging/serve.conf DESTINATION ${CMAKE_INSTALL_DATADIR}/nibble)

@@ -163,11 +163,41 @@ static void replace_lone_surrogates(char *text, size_t n)
     }
 }
 
+/* A value of three bytes costs up to two hundred in memory, so that a body within its limit could
+ * fill it. One walk over the bytes; what is not JSON is left to the parser. */
+static nb_status check_amount(const char *text, size_t n, nbi_api_error *e)
+{
+    size_t values = 1, containers = 0;
+    bool inside = false; /* a string */
+    for (size_t i = 0; i < n; i++) {
+        char c = text[i];
+        if (c == '"') {
+            inside = !inside;
+        } else if (inside) {
+            i += c == '\\';
+        } else {
+            values += c == ',';
+            containers += c == '[' || c == '{';
+        }
+    }
+    if (values > NBI_BODY_VALUES_MAX) {
+        return nbi_api_fail(e, 400, NULL, NULL, "request body: %zu JSON values, at most %d", values,
+                            NBI_BODY_VALUES_MAX);
+    }
+    if (containers > NBI_BODY_CONTAINERS_MAX) {
+        return nbi_api_fail(e, 400, NULL, NULL,
+                            "request body: %zu JSON objects and arrays, at most %d", containers,
+                            NBI_BODY_CONTAINERS_MAX);
+    }
+    return NB_OK;
+}
+
 nb_status nbi_body_parse(json_t **out, char *text, size_t n_bytes, nbi_api_error *e)
 {
     nb_error err = {0};
     json_t *root = NULL;
     if (n_bytes == 0) return nbi_api_fail(e, 400, NULL, NULL, "the request body is empty");
+    NB_TRY(check_amount(text, n_bytes, e));
     replace_lone_surrogates(text, n_bytes);
     nb_status status = nbi_json_parse(&root, text, n_bytes, "request body", &err);
     if (status != NB_OK) return nbi_api_from(e, status, &err, NULL);

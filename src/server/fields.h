@@ -12,6 +12,10 @@
 extern "C" {
 #endif
 
+/* Of one request body. A prompt of token ids has one value each. */
+#define NBI_BODY_VALUES_MAX     (4 << 20)
+#define NBI_BODY_CONTAINERS_MAX (512 << 10) /* objects and arrays */
+
 /* The member, or NULL when it is absent or null. Borrowed. */
 json_t *nbi_field(const json_t *obj, const char *key);
 
