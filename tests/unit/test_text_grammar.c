@@ -400,6 +400,124 @@ static void test_begins_behind_thinking(void **state)
                      NB_INVALID);
 }
 
+/* The model may open the thinking itself, once, and call a tool in place of the text. */
+static void test_thinking_and_calls_are_choices(void **state)
+{
+    (void)state;
+    nbi_grammar_options o = {.after_think = ID_NOTHINK,
+                             .may_think = true,
+                             .think_begin = ID_THINK,
+                             .may_call = true,
+                             .call_begin = ID_CALL};
+    for (int way = 0; way < 4; way++) { /* text; thinking, text; call; thinking, call inside it */
+        nbi_grammar *g = compiled(NBI_GRAMMAR_REGEX, "xy", &o);
+        masked(g);
+        assert_int_equal(count(bits), 3);
+        assert_true(has(bits, 'x') && has(bits, ID_THINK) && has(bits, ID_CALL));
+        if (way & 1) {
+            accepted(g, ID_THINK);
+            masked(g);
+            assert_true(has(bits, ID_CALL) && has(bits, 'q') && !has(bits, ID_END));
+            accepted(g, 'q');
+        }
+        if (way == 1) {
+            accepted(g, ID_NOTHINK);
+            masked(g);
+            assert_int_equal(count(bits), 2); /* once is enough */
+            assert_true(has(bits, 'x') && has(bits, ID_CALL));
+        }
+        if (way < 2) {
+            accepted(g, 'x');
+            masked(g);
+            assert_int_equal(count(bits), 1);
+            assert_true(has(bits, 'y'));
+        } else {
+            accepted(g, ID_CALL);
+            masked(g);
+            assert_int_equal(count(bits), N_IDS);
+            assert_true(nbi_grammar_complete(g));
+            accepted(g, 'z');
+            accepted(g, ID_END);
+            masked(g);
+            assert_int_equal(count(bits), 2);
+        }
+        assert_null(nbi_grammar_failure(g));
+        nbi_grammar_close(&g);
+    }
+    nbi_grammar *g = NULL;
+    o.after_think = -1; /* thinking that cannot end */
+    assert_int_equal(nbi_grammar_compile(&g, compiler, NBI_GRAMMAR_JSON_OBJECT, NULL, 0, &o, NULL),
+                     NB_INVALID);
+}
+
+static int32_t pick(uint64_t *seed, const uint32_t *from)
+{
+    int32_t id = -1;
+    for (int32_t i = 0, n = 0; i < N_IDS; i++) {
+        if (has(from, i) && next_random(seed, (uint32_t)++n) == 0) id = i;
+    }
+    return id;
+}
+
+/* Before every token up to eight guesses are accepted and taken back: nothing of them is left, also
+ * where they run out of the thinking, into the end, or are no token at all. */
+static void test_rollback(void **state)
+{
+    (void)state;
+    static const struct {
+        nbi_grammar_kind kind;
+        const char *source;
+    } sources[] = {
+        {NBI_GRAMMAR_JSON_SCHEMA, "{\"type\":\"array\",\"items\":{\"enum\":[\"a\",12,null]},"
+                                  "\"maxItems\":5}"},
+        {NBI_GRAMMAR_REGEX, "(ab?|c){0,9}d"},
+        {NBI_GRAMMAR_EBNF, "root ::= \"(\" root* \")\" | [a-c]"},
+        {NBI_GRAMMAR_CHOICE, "[\"tr\",\"true\",\"12\"]"},
+    };
+    for (uint64_t seed = 1; seed <= 60; seed++) {
+        nbi_grammar_options o = {.after_think = seed % 3 ? -1 : ID_NOTHINK};
+        nbi_grammar *g = compiled(sources[seed % 4].kind, sources[seed % 4].source, &o);
+        uint64_t random = seed;
+        for (int step = 0; step < 40; step++) {
+            uint32_t before[16];
+            memcpy(before, masked(g), sizeof before);
+            bool complete = nbi_grammar_complete(g);
+            uint32_t n = next_random(&random, NB_GRAMMAR_ROLLBACK_MAX + 1);
+            for (uint32_t i = 0; i < n; i++) { /* a wrong one among them now and then */
+                accepted(g, next_random(&random, 20) ? pick(&random, bits) : -1);
+                masked(g);
+            }
+            nb_grammar hooks = nbi_grammar_hooks(g);
+            hooks.rollback(hooks.user, n);
+            assert_null(nbi_grammar_failure(g));
+            assert_memory_equal(before, masked(g), sizeof before);
+            assert_int_equal(complete, nbi_grammar_complete(g));
+            int32_t id = step == 3 && o.after_think >= 0 ? ID_NOTHINK : pick(&random, before);
+            accepted(g, id);
+            assert_null(nbi_grammar_failure(g));
+        }
+        nbi_grammar_close(&g);
+    }
+}
+
+static void test_refusals_are_kept(void **state)
+{
+    (void)state;
+    static const char wrong[] = "(a", good[] = "ab{2}";
+    nbi_grammar *g = NULL;
+    for (int i = 0; i < 2; i++) {
+        nb_error err = {.status = NB_OK};
+        assert_int_equal(nbi_grammar_is_known(compiler, NBI_GRAMMAR_REGEX, wrong, 2), i == 1);
+        assert_int_equal(nbi_grammar_compile(&g, compiler, NBI_GRAMMAR_REGEX, wrong, 2, NULL, &err),
+                         NB_INVALID);
+        assert_non_null(strstr(err.text, "unclosed group"));
+        assert_int_equal(nbi_grammar_is_known(compiler, NBI_GRAMMAR_REGEX, good, 5), i == 1);
+        g = compiled(NBI_GRAMMAR_REGEX, good, NULL);
+        nbi_grammar_close(&g);
+    }
+    assert_false(nbi_grammar_is_known(compiler, NBI_GRAMMAR_EBNF, good, 5));
+}
+
 static void test_wrong_token_ends_the_answer(void **state)
 {
     (void)state;
@@ -586,6 +704,9 @@ int main(int argc, char **argv)
         cmocka_unit_test(test_tokens_of_several_bytes),
         cmocka_unit_test(test_added_tokens_are_no_text),
         cmocka_unit_test(test_begins_behind_thinking),
+        cmocka_unit_test(test_thinking_and_calls_are_choices),
+        cmocka_unit_test(test_rollback),
+        cmocka_unit_test(test_refusals_are_kept),
         cmocka_unit_test(test_wrong_token_ends_the_answer),
         cmocka_unit_test(test_vocabulary_sizes),
         cmocka_unit_test(test_not_installed),
