@@ -19,7 +19,10 @@ if(man_pages)
     install(FILES ${man_pages} DESTINATION ${CMAKE_INSTALL_MANDIR}/man1)
 endif()
 
-# Below the prefix, where systemd looks when that is /usr or /usr/local. Options are the administrator's: an example beside them.
-configure_file(${PROJECT_SOURCE_DIR}/packaging/nibble.service.in ${CMAKE_BINARY_DIR}/nibble.service @ONLY)
+# Below the prefix, where systemd looks when that is /usr or /usr/local; written at installation, when the prefix is known. Options are
+# the administrator's: an example beside them.
+install(CODE "
+    get_filename_component(NIBBLE_BINDIR \"\${CMAKE_INSTALL_PREFIX}/${CMAKE_INSTALL_BINDIR}\" ABSOLUTE)
+    configure_file(\"${PROJECT_SOURCE_DIR}/packaging/nibble.service.in\" \"${CMAKE_BINARY_DIR}/nibble.service\" @ONLY)")
 install(FILES ${CMAKE_BINARY_DIR}/nibble.service DESTINATION lib/systemd/system)
 install(FILES packaging/serve.conf DESTINATION ${CMAKE_INSTALL_DATADIR}/nibble)
