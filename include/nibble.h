@@ -156,7 +156,21 @@ nb_status nb_engine_start(nb_engine *engine, nb_error *error);
 /* One step by the caller. *worked is false when nothing was waiting or running. */
 nb_status nb_engine_step(nb_engine *engine, bool *worked, nb_error *error);
 
-/* Counters for health and metrics, a snapshot. */
+/* How a request ends. */
+typedef enum nb_finish {
+    NB_FINISH_NONE,   /* still going */
+    NB_FINISH_STOP,   /* EOS, stop id or stop string */
+    NB_FINISH_LENGTH, /* max_tokens or the context limit */
+    NB_FINISH_CANCELLED,
+    NB_FINISH_ERROR, /* see nb_request_error() */
+    NB_FINISH_COUNT
+} nb_finish;
+
+#define NB_DRAFTS_MAX 8
+
+/* Counters for health and metrics, a snapshot. `generated_tokens` and what is per request leaves
+ * out what nb_request_options.count says; `prompt_tokens` are those computed, again after a
+ * preemption. */
 typedef struct nb_engine_stats {
     uint32_t n_running, n_waiting;
     uint64_t kv_tokens_used;
@@ -168,9 +182,49 @@ typedef struct nb_engine_stats {
     uint64_t draft_steps, draft_tokens,
         draft_accepted;   /* speculative decoding: verifications, drafts, and how many were right */
     uint64_t preemptions; /* requests put back into the queue for want of pages */
+    uint64_t draft_accepted_at[NB_DRAFTS_MAX]; /* of draft_accepted, by place in the draft */
+    /* of requests with their first token, and those that nb_request_options.count leaves out not
+     * among them: whole prompts, and how much of them the cache held */
+    uint64_t request_prompt_tokens, request_cached_tokens;
+    uint64_t requests_ended[NB_FINISH_COUNT]; /* by how they ended; `count` none left out */
 } nb_engine_stats;
 
 void nb_engine_get_stats(nb_engine *engine, nb_engine_stats *stats);
+
+/* Distributions since the engine was opened: id, unit, what is observed. Those of a whole request
+ * are of requests that ended with NB_FINISH_STOP or NB_FINISH_LENGTH. */
+#define NB_HISTOGRAM_LIST(X)                                                                       \
+    X(NB_HIST_TTFT, "s")                 /* arrival to the first token */                          \
+    X(NB_HIST_INTER_TOKEN, "s")          /* token to token; tokens of one step share its time */   \
+    X(NB_HIST_E2E, "s")                  /* arrival to the last token */                           \
+    X(NB_HIST_QUEUE, "s")                /* submission to admission */                             \
+    X(NB_HIST_PREFILL, "s")              /* admission to the first token */                        \
+    X(NB_HIST_DECODE, "s")               /* first token to the last */                             \
+    X(NB_HIST_INFERENCE, "s")            /* admission to the last token */                         \
+    X(NB_HIST_TIME_PER_TOKEN, "s")       /* decode time over tokens - 1; of two tokens and more */ \
+    X(NB_HIST_PROMPT_TOKENS, "tokens")   /* of a request */                                        \
+    X(NB_HIST_UNCACHED_TOKENS, "tokens") /* of its prompt, not found in the prefix cache */        \
+    X(NB_HIST_GENERATION_TOKENS, "tokens") /* of a request */                                      \
+    X(NB_HIST_STEP, "s")                   /* one step of the engine */                            \
+    X(NB_HIST_STEP_TOKENS, "tokens")       /* rows of one step: prompt tokens, decoded, drafts */
+
+typedef enum nb_histogram_id {
+#define X(name, unit) name,
+    NB_HISTOGRAM_LIST(X)
+#undef X
+        NB_HIST_COUNT
+} nb_histogram_id;
+
+#define NB_HISTOGRAM_BOUNDS_MAX 40
+
+typedef struct nb_histogram {
+    const double *bounds; /* [n_bounds] ascending, inclusive; static */
+    uint32_t n_bounds;
+    uint64_t counts[NB_HISTOGRAM_BOUNDS_MAX + 1]; /* [n_bounds + 1]; the last: above all bounds */
+    double sum;
+} nb_histogram;
+
+void nb_engine_get_histogram(const nb_engine *engine, nb_histogram_id id, nb_histogram *out);
 
 /* Forgets every cached prefix before the next step. NB_BUSY, and nothing happens, while requests
  * run or wait. */
@@ -254,6 +308,13 @@ typedef struct nb_sampling {
 
 void nb_sampling_default(const nb_engine *engine, nb_sampling *sampling);
 
+/* What counters and distributions take of a request. */
+typedef enum nb_count {
+    NB_COUNT_ALL,
+    NB_COUNT_PROMPT, /* its one token is a by-product of what is asked about the prompt */
+    NB_COUNT_NONE    /* health checks */
+} nb_count;
+
 typedef struct nb_request_options {
     const int32_t *prompt; /* [n_prompt] ids, 0 <= id < vocab_size */
     size_t n_prompt;       /* >= 1 */
@@ -264,21 +325,14 @@ typedef struct nb_request_options {
     void (*notify)(void *user); /* optional: called from the engine's thread when something can be
                                    read; must not block */
     void *notify_user;
+    uint64_t arrival_ns; /* when it came in, on CLOCK_MONOTONIC; 0: now. For the distributions */
+    nb_count count;
 } nb_request_options;
 
 /* Checks and queues a request; everything it will need is allocated here. NB_INVALID names the
  * field; NB_TOO_LARGE names the context limit and both counts. */
 nb_status nb_request_submit(nb_request **out, nb_engine *engine, const nb_request_options *options,
                             nb_error *error);
-
-typedef enum nb_finish {
-    NB_FINISH_NONE,   /* still going */
-    NB_FINISH_STOP,   /* EOS, stop id or stop string */
-    NB_FINISH_LENGTH, /* max_tokens or the context limit */
-    NB_FINISH_CANCELLED,
-    NB_FINISH_ERROR, /* see nb_request_error() */
-    NB_FINISH_COUNT
-} nb_finish;
 
 typedef struct nb_logprob {
     int32_t id;
@@ -312,6 +366,16 @@ void nb_request_cancel(nb_request *request);
 
 /* Prompt tokens that were found in the prefix cache; 0 until the request was first admitted. */
 uint32_t nb_request_cached_tokens(const nb_request *request);
+
+/* When what happened, in ns on CLOCK_MONOTONIC; 0: not yet. */
+typedef struct nb_request_times {
+    uint64_t arrival_ns, submitted_ns;
+    uint64_t admitted_ns; /* the first time */
+    uint64_t first_token_ns, last_token_ns;
+} nb_request_times;
+
+/* Any thread. */
+void nb_request_get_times(const nb_request *request, nb_request_times *times);
 
 /* The sentence of NB_FINISH_ERROR; empty otherwise. */
 const char *nb_request_error(const nb_request *request);

@@ -1,20 +1,26 @@
 /* nibble serve: the HTTP server. Called by main.c.
  *
  * The port opens first; a thread of its own loads the model while the main thread waits for
- * signals. The first SIGINT or SIGTERM ends the server in order, the second at once. */
+ * signals. The first SIGINT or SIGTERM lets what runs finish and ends the server in order, the
+ * second ends it at once; SIGHUP reloads. */
 #include <errno.h>
 #include <pthread.h>
 #include <signal.h>
 #include <stdio.h>
 #include <string.h>
+#include <time.h>
 #include <unistd.h>
 
+#include "base/clock.h"
 #include "base/log.h"
 #include "cli/http_options.h"
 #include "cli/run_options.h"
 #include "cli/service.h"
 
-#define STOP_WAIT_MS 2000
+#define STOP_WAIT_MS    2000
+#define AT_ONCE_WAIT_MS 300 /* for the error events of cut requests */
+#define DRAIN_SECONDS   25  /* below the 30 s that Kubernetes waits */
+#define DRAIN_TICK_NS   20000000
 
 static const nbi_command command = {
     .name = "serve",
@@ -27,9 +33,9 @@ static const nbi_command command = {
             "/abort_request, /version, /ping. /openapi.json describes them, docs/api.md explains "
             "them.\n"
             "The port opens at once; until the model is loaded requests get 503 and\n"
-            "/health shows how far it is. SIGINT or SIGTERM ends the server, a second one ends it "
-            "at once.\n"
-            "SIGHUP reads API keys and certificate again.\n\n"
+            "/health shows how far it is. SIGINT or SIGTERM takes no new requests, lets those\n"
+            "that run finish and ends the server; a second one ends it at once. SIGHUP reads API\n"
+            "keys and certificate again and opens the log files anew.\n\n"
             "Example: nibble serve --port 8000\n"
             "         curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: "
             "application/json' \\\n"
@@ -42,6 +48,7 @@ typedef struct serving {
     nbi_run_options model;
     nbi_server_options options;
     nbi_server *server;
+    uint32_t drain_seconds;
     nb_engine *engine; /* the loader's until `loaded` */
     pthread_t main_thread, loader;
     bool loaded; /* written by the loader before it sends SIGUSR1 */
@@ -83,14 +90,58 @@ static sigset_t signals(void)
     return set;
 }
 
-/* From here on a signal ends the process. */
-static void let_signals_kill(const sigset_t *set)
+static void end_now(int number)
 {
-    signal(SIGINT, SIG_DFL);
-    signal(SIGTERM, SIG_DFL);
+    (void)number;
+    _exit(NBI_EXIT_OK);
+}
+
+/* From here on a signal ends the process. */
+static void let_signals_end(const sigset_t *set)
+{
+    signal(SIGINT, end_now);
+    signal(SIGTERM, end_now);
     signal(SIGHUP, SIG_IGN);
     signal(SIGUSR1, SIG_IGN); /* the loader may still say that it is done */
     pthread_sigmask(SIG_UNBLOCK, set, NULL);
+}
+
+/* Takes nothing new and waits until what runs has finished or the time is over. False when a second
+ * signal came. */
+static bool drain(serving *s, const sigset_t *set)
+{
+    const struct timespec tick = {.tv_nsec = DRAIN_TICK_NS};
+    uint64_t end_ns = nbi_now_ns() + (uint64_t)s->drain_seconds * 1000000000u;
+    nbi_server_drain(s->server);
+    uint32_t owed = nbi_server_owed(s->server);
+    if (owed && s->drain_seconds) {
+        nbi_log(NB_LOG_INFO,
+                "draining: %u requests may finish within %u s; a second signal ends "
+                "them at once",
+                owed, s->drain_seconds);
+    }
+    while (nbi_server_owed(s->server) && nbi_now_ns() < end_ns) {
+        int number = sigtimedwait(set, NULL, &tick);
+        if (number == SIGINT || number == SIGTERM) return false;
+        if (number == SIGHUP) nbi_server_reload(s->server);
+    }
+    owed = nbi_server_owed(s->server);
+    if (owed) nbi_log(NB_LOG_WARN, "%u requests have not finished, they are cut", owed);
+    return true;
+}
+
+/* Ends the server after a signal. `joined`: the loader is no more. */
+static int end(serving *s, const sigset_t *set, bool joined)
+{
+    bool in_order = drain(s, set);
+    let_signals_end(set);
+    nbi_server_stop(s->server, in_order ? STOP_WAIT_MS : AT_ONCE_WAIT_MS);
+    if (in_order && joined) return NBI_EXIT_OK;
+    /* nothing needs to be saved: not by a loader, which cannot be stopped, nor by the step of an
+     * engine, which may be long */
+    nbi_server_flush_logs(s->server);
+    if (!joined) pthread_detach(s->loader);
+    _exit(NBI_EXIT_OK);
 }
 
 /* Waits for the end: a signal, or a model that cannot be loaded. Joins the loader when it is done.
@@ -117,13 +168,7 @@ static int wait_for_end(serving *s, const sigset_t *set)
         }
         nbi_service_say("STOPPING=1");
         nbi_log(NB_LOG_INFO, "%s: ending", number == SIGINT ? "SIGINT" : "SIGTERM");
-        let_signals_kill(set);
-        nbi_server_stop(s->server, STOP_WAIT_MS);
-        if (!joined) { /* the loader cannot be stopped, and has nothing to save */
-            pthread_detach(s->loader);
-            _exit(NBI_EXIT_OK);
-        }
-        return NBI_EXIT_OK;
+        return end(s, set, joined);
     }
 }
 
@@ -169,7 +214,7 @@ static int apply(serving *s, nbi_http_options *http, const nbi_opt_list *names, 
 
 int nbi_cmd_serve(int argc, char **argv)
 {
-    serving s = {0};
+    serving s = {.drain_seconds = DRAIN_SECONDS};
     nbi_opt_list names = {0};
     nbi_http_options http;
     int n_operands = 0;
@@ -193,6 +238,14 @@ int nbi_cmd_serve(int argc, char **argv)
          "structured output: auto (default: llguidance where it is installed), llguidance (not to "
          "start\nwithout it), none; xgrammar, outlines and guidance are taken as auto",
          false},
+        {"drain-timeout", NBI_OPT_U32, &s.drain_seconds, "SECONDS",
+         "time for running requests to finish after SIGTERM or SIGINT (default 25)", false},
+        {"access-log", NBI_OPT_STRING, &s.options.access_log, "FILE",
+         "a JSON line per HTTP request; - is standard output. SIGHUP opens it anew", false},
+        {"request-log", NBI_OPT_STRING, &s.options.request_log, "FILE",
+         "a JSON line per generation: tokens, times, parameters; likewise", false},
+        {"log-content", NBI_OPT_FLAG, &s.options.log_content, NULL,
+         "prompts and answers go to the request log, too", false},
         {0},
     };
     nbi_buf flags = {0};

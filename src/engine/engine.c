@@ -308,6 +308,7 @@ nb_status nb_engine_open(nb_engine **out, const nb_engine_options *o, nb_error *
     pthread_mutex_init(&e->lock, NULL);
     pthread_cond_init(&e->work, NULL);
     atomic_init(&e->seed_counter, nbi_now_ns());
+    nbi_meter_init(e);
     nb_status st = open_parts(e, o, err);
     if (st != NB_OK) {
         nb_engine_close(&e);
@@ -324,6 +325,7 @@ static void end_all(nb_engine *e, nb_finish finish, const char *why)
 {
     for (uint32_t i = 0; i < e->n_running; i++) {
         nbi_request_end(e->running[i], finish, why);
+        nbi_meter_end(e, e->running[i]);
         nbi_request_drop_pages(e, e->running[i]);
         nbi_request_unref(e->running[i]);
     }
@@ -336,6 +338,7 @@ static void end_all(nb_engine *e, nb_finish finish, const char *why)
     while (r) {
         nb_request *next = r->next;
         nbi_request_end(r, finish, why);
+        nbi_meter_end(e, r);
         nbi_request_unref(r);
         r = next;
     }

@@ -9,6 +9,7 @@
 #include <pthread.h>
 #include <stdatomic.h>
 
+#include "base/histogram.h"
 #include "engine/kvpool.h"
 #include "engine/prefix.h"
 #include "model/model.h"
@@ -25,7 +26,12 @@ extern "C" {
  */
 #define NBI_PROMPT_LOGIT_ROWS 32u
 
-#define NBI_DRAFTS_MAX        8u /* NB_GRAMMAR_ROLLBACK_MAX at most */
+#define NBI_DRAFTS_MAX        ((uint32_t)NB_DRAFTS_MAX) /* NB_GRAMMAR_ROLLBACK_MAX at most */
+
+/* Times of a request in ns (nb_request_times); the step writes, anybody reads. */
+typedef struct nbi_request_clock {
+    atomic_uint_fast64_t arrival, submitted, admitted, first, last;
+} nbi_request_clock;
 
 /* One event in the ring; its text lies in the request's text ring. */
 typedef struct nbi_event_slot {
@@ -64,6 +70,10 @@ struct nb_request {
     int32_t drafts[NBI_DRAFTS_MAX]; /* [n_drafts] guesses at the tokens behind tokens[] */
     uint32_t n_drafts, drafts_wanted;
     bool admitted; /* once */
+    nb_count count_as;
+    nbi_request_clock clock;
+    uint64_t metered_ns; /* when it was last given tokens */
+    nb_finish finish;    /* of the event that ended it */
     nbi_penalties penalties;
     nb_grammar grammar; /* mask NULL: none */
     uint32_t
@@ -133,6 +143,8 @@ struct nb_engine {
     nb_request *waiting_head, *waiting_tail;
     uint32_t n_waiting;
     nb_engine_stats stats;
+    nbi_histogram histograms[NB_HIST_COUNT];
+    uint64_t now_ns; /* when the tokens of the step were there; the step's */
     atomic_uint_fast64_t seed_counter;
     atomic_bool stopping;
     bool has_thread, has_failed;
@@ -199,6 +211,19 @@ void nbi_request_put_prompt(nb_request *r, uint32_t index, const nbi_sample_out 
 bool nbi_request_put_token(nb_engine *e, nb_request *r, const nbi_sample_out *out);
 /* Ends a request without a token; `why` is the sentence for NB_FINISH_ERROR. */
 void nbi_request_end(nb_request *r, nb_finish finish, const char *why);
+
+/* ---- meter.c: counters and distributions. No heap, no lock in the token loop but where said. */
+void nbi_meter_init(nb_engine *e);
+void nbi_meter_submit(nb_request *r, const nb_request_options *o);
+/* First admission. Called with the engine's lock held. */
+void nbi_meter_admit(nb_engine *e, nb_request *r);
+/* The request is about to show a token of this step. */
+void nbi_meter_stamp(nb_engine *e, nb_request *r);
+/* The step gave the request n >= 1 tokens. */
+void nbi_meter_tokens(nb_engine *e, nb_request *r, uint32_t n);
+/* The request has ended (r->finish). Takes the engine's lock. */
+void nbi_meter_end(nb_engine *e, const nb_request *r);
+void nbi_meter_step(nb_engine *e, uint64_t begin_ns, uint32_t rows);
 
 /* ---- penalty.c */
 /* `max_tokens`: prompt and answer together. Nothing is taken when the request asks for nothing. */

@@ -52,6 +52,7 @@ static void push_event(nb_request *r, const nb_event *event, uint32_t place)
     slot->text_end = r->text_end;
     r->count++;
     r->ended = event->finish != NB_FINISH_NONE;
+    r->finish = event->finish;
     pthread_cond_signal(&r->readable);
     if (r->notify && !r->closed) r->notify(r->notify_user);
 }
@@ -165,6 +166,7 @@ bool nbi_request_put_token(nb_engine *e, nb_request *r, const nbi_sample_out *ou
     if (r->masks) r->grammar.accept(r->grammar.user, out->id);
     r->n_masks = 0;
     fill_logprobs(&event, r, out);
+    nbi_meter_stamp(e, r);
     pthread_mutex_lock(&r->lock);
     uint32_t place = text_place(r);
     NB_ASSERT(place != UINT32_MAX); /* nbi_request_has_room() said so before the step */

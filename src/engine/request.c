@@ -155,6 +155,7 @@ static nb_status fill(nb_request *r, nb_engine *e, const nb_request_options *o, 
     NB_TRY(take_constraints(r, e, o, err));
     r->notify = o->notify;
     r->notify_user = o->notify_user;
+    nbi_meter_submit(r, o);
     return NB_OK;
 }
 

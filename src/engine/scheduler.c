@@ -7,6 +7,7 @@
  * holds a whole context. */
 #include <stdio.h>
 
+#include "base/clock.h"
 #include "base/log.h"
 #include "engine/engine.h"
 
@@ -40,6 +41,7 @@ static void count_end(nb_engine *e, nb_finish finish)
 static void retire(nb_engine *e, uint32_t i)
 {
     nb_request *r = e->running[i];
+    nbi_meter_end(e, r);
     nbi_request_drop_pages(e, r);
     for (uint32_t j = i; j + 1 < e->n_running; j++) e->running[j] = e->running[j + 1];
     e->n_running--;
@@ -68,6 +70,7 @@ static void reap_waiting(nb_engine *e)
         nb_request *next = r->next;
         nbi_request_end(r, NB_FINISH_CANCELLED, NULL);
         count_end(e, NB_FINISH_CANCELLED);
+        nbi_meter_end(e, r);
         nbi_request_unref(r);
         r = next;
     }
@@ -89,8 +92,7 @@ static void start(nb_engine *e, nb_request *r)
     if (r->admitted) return; /* preempted before: the first admission counts */
     r->admitted = true;
     atomic_store(&r->cached_tokens, r->n_cached);
-    e->stats.prefix_hit_tokens += r->n_cached;
-    e->stats.prefix_query_tokens += r->n_prompt;
+    nbi_meter_admit(e, r);
 }
 
 /* Admits while there is a slot and the next in line fits. */
@@ -228,13 +230,14 @@ static nb_finish fail_numeric(nb_request *r, int32_t fault)
     return NB_FINISH_ERROR;
 }
 
-static void count_drafts(nb_engine *e, uint32_t drafted, uint32_t accepted)
+static void count_drafts(nb_engine *e, const nb_request *r, uint32_t drafted, uint32_t accepted)
 {
-    if (!drafted) return;
+    if (!drafted || r->count_as == NB_COUNT_NONE) return;
     pthread_mutex_lock(&e->lock);
     e->stats.draft_steps++;
     e->stats.draft_tokens += drafted;
     e->stats.draft_accepted += accepted;
+    for (uint32_t i = 0; i < accepted; i++) e->stats.draft_accepted_at[i]++;
     pthread_mutex_unlock(&e->lock);
 }
 
@@ -255,12 +258,15 @@ static nb_finish deliver(nb_engine *e, uint32_t s)
             nbi_request_put_prompt(r, r->n_reported, out);
             continue;
         }
-        if (nbi_request_put_token(e, r, out)) return NB_FINISH_STOP;
-        if (drafts == r->rows - confirmed || out->id != r->drafts[drafts]) break;
-        drafts++; /* the draft is the token: its row is the token's row */
+        bool ended = nbi_request_put_token(e, r, out);
+        bool right = drafts < r->rows - confirmed && out->id == r->drafts[drafts];
+        drafts += right; /* the draft is the token: its row is the token's row */
+        if (ended) count_drafts(e, r, r->rows - confirmed, drafts);
+        if (ended) return NB_FINISH_STOP;
+        if (!right) break;
         r->n_cached++;
     }
-    count_drafts(e, r->rows - confirmed, drafts);
+    count_drafts(e, r, r->rows - confirmed, drafts);
     r->n_drafts = 0;
     nbi_request_share_pages(e, r);
     return NB_FINISH_NONE;
@@ -277,12 +283,16 @@ static void deliver_all(nb_engine *e)
 {
     nbi_step_batch *b = &e->batch;
     uint64_t prompt = 0, generated = 0;
+    e->now_ns = nbi_now_ns();
     for (uint32_t s = 0; s < b->view.n_seqs; s++) {
         nb_request *r = b->seqs[s];
         uint32_t tokens = r->n_tokens, cached = r->n_cached;
         nb_finish finish = deliver(e, s);
-        generated += r->n_tokens - tokens;
-        prompt += min_u32(r->n_cached, r->n_prompt) - min_u32(cached, r->n_prompt);
+        uint32_t n = r->n_tokens - tokens;
+        if (n) nbi_meter_tokens(e, r, n);
+        generated += r->count_as == NB_COUNT_ALL ? n : 0;
+        if (r->count_as != NB_COUNT_NONE)
+            prompt += min_u32(r->n_cached, r->n_prompt) - min_u32(cached, r->n_prompt);
         if (finish == NB_FINISH_NONE) continue;
         count_end(e, finish);
         retire(e, index_of(e, r));
@@ -326,7 +336,9 @@ nb_status nbi_engine_step_once(nb_engine *e, bool *worked, nb_error *err)
     nbi_heap_forbid();
     build(e);
     nb_status st = NB_OK;
+    uint64_t begin_ns = nbi_now_ns();
     if (e->batch.view.n_rows) st = run(e, err);
+    if (e->batch.view.n_rows) nbi_meter_step(e, begin_ns, e->batch.view.n_rows);
     nbi_heap_allow();
     *worked = e->batch.view.n_rows > 0;
     pthread_mutex_lock(&e->lock);

@@ -11,6 +11,7 @@
 
 /* libmicrohttpd takes at most this much of a stream at a time. */
 #define STREAM_BLOCK_BYTES 16384
+#define LOOK_NS            1000000000u
 
 /* ---------------------------------------------------------------- life */
 
@@ -33,7 +34,7 @@ static void leave(nbi_server *server, nbi_exchange *ex)
         server->live = ex->next;
     }
     if (ex->next) ex->next->prev = ex->prev;
-    if (atomic_load(&server->phase) == NBI_SERVER_STOPPING) {
+    if (atomic_load(&server->phase) >= NBI_SERVER_DRAINING) {
         pthread_cond_broadcast(&server->drained);
     }
     pthread_mutex_unlock(&server->lock);
@@ -48,6 +49,7 @@ nbi_exchange *nbi_exchange_create(nbi_server *server, struct MHD_Connection *con
     ex->begin_ns = nbi_now_ns();
     ex->body.max = server->options.max_body_bytes;
     atomic_init(&ex->gone, false);
+    atomic_init(&ex->look_ns, 0);
     atomic_init(&ex->started, false);
     pthread_mutex_init(&ex->lock, NULL);
     enter(server, ex);
@@ -56,6 +58,7 @@ nbi_exchange *nbi_exchange_create(nbi_server *server, struct MHD_Connection *con
 
 void nbi_exchange_destroy(nbi_exchange *ex)
 {
+    nbi_trace_end(ex);
     nbi_watch_remove(ex);
     leave(ex->server, ex);
     nbi_job_close(&ex->job);
@@ -135,6 +138,16 @@ static bool suspend(nbi_exchange *ex)
     return wait;
 }
 
+/* The jobs that watch the clock do it once a second (reporter.c wakes them). */
+static void look_at_clock(nbi_exchange *ex)
+{
+    const nbi_surface *surface = ex->job->surface;
+    uint64_t now = nbi_now_ns(), due = atomic_load(&ex->look_ns);
+    if (!surface->tick || now < due || nbi_job_finished(ex->job)) return;
+    if (due) surface->tick(ex->job);
+    atomic_store(&ex->look_ns, now + LOOK_NS);
+}
+
 /* Moves the job on as far as it goes. */
 static void work(nbi_exchange *ex)
 {
@@ -145,15 +158,20 @@ static void work(nbi_exchange *ex)
         nbi_job_fail(ex->job, &e);
     }
     nbi_job_pump(ex->job, &ex->out);
+    look_at_clock(ex);
 }
 
 /* ---------------------------------------------------------------- replies */
 
-static void add_headers(const nbi_exchange *ex, struct MHD_Response *response, unsigned http)
+static void add_headers(nbi_exchange *ex, struct MHD_Response *response, unsigned http)
 {
     nbi_cors_add_headers(ex, response);
     const char *type = http < 400 && ex->content_type ? ex->content_type : "application/json";
     MHD_add_response_header(response, "Content-Type", type);
+    nbi_trace_reply(ex, response, http);
+    if (atomic_load(&ex->server->phase) >= NBI_SERVER_DRAINING) {
+        MHD_add_response_header(response, "Connection", "close");
+    }
     if (http == 401) MHD_add_response_header(response, "WWW-Authenticate", "Bearer");
     if (http == 405 && ex->allow) MHD_add_response_header(response, "Allow", ex->allow);
     if (http == 503) MHD_add_response_header(response, "Retry-After", "1");
@@ -168,6 +186,7 @@ enum MHD_Result nbi_exchange_reply(nbi_exchange *ex, unsigned http, nbi_buf *bod
         return MHD_NO;
     }
     nbi_peers_step(&ex->server->peers, ex->conn, NBI_PEER_REPLY, body->len);
+    ex->trace.bytes = body->len;
     *body = (nbi_buf){0};
     add_headers(ex, response, http);
     enum MHD_Result result = MHD_queue_response(ex->conn, http, response);
@@ -220,6 +239,7 @@ static ssize_t read_stream(void *cls, uint64_t pos, char *buf, size_t max)
     if (n > max) n = max;
     memcpy(buf, ex->out.data + ex->out_done, n);
     ex->out_done += n;
+    ex->trace.bytes += n;
     return (ssize_t)n;
 }
 
@@ -232,6 +252,7 @@ static enum MHD_Result begin_stream(nbi_exchange *ex)
     MHD_add_response_header(response, "Cache-Control", "no-cache");
     MHD_add_response_header(response, "X-Accel-Buffering", "no");
     nbi_cors_add_headers(ex, response);
+    nbi_trace_reply(ex, response, MHD_HTTP_OK);
     enum MHD_Result result = MHD_queue_response(ex->conn, MHD_HTTP_OK, response);
     MHD_destroy_response(response);
     return result;
@@ -244,7 +265,9 @@ static nb_status open_job(nbi_exchange *ex, const nbi_surface *surface)
 {
     json_t *root = NULL;
     nbi_job *job = NULL;
-    NB_TRY(nbi_body_parse(&root, ex->body.data, ex->body.len, &ex->error));
+    if (!surface->bodyless) {
+        NB_TRY(nbi_body_parse(&root, ex->body.data, ex->body.len, &ex->error));
+    }
     nbi_exchange_drop_body(ex);
     nb_status status =
         nbi_job_open(&job, surface, ex->server->served, root, on_notify, ex, &ex->error);
@@ -274,6 +297,7 @@ enum MHD_Result nbi_exchange_continue(nbi_exchange *ex)
             if (nbi_job_reply(job, &body)) return nbi_exchange_reply(ex, MHD_HTTP_OK, &body);
             nbi_buf_free(&body);
             ex->error = job->error;
+            if (job->surface->bodyless) ex->error.http = 503;
             return nbi_exchange_reply_error(ex);
         }
         bool begins = job->params.stream && !nbi_job_is_pending(job);

@@ -15,6 +15,7 @@
 
 #include "server/job.h"
 #include "server/server_state.h"
+#include "server/trace.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -30,6 +31,8 @@ struct nbi_exchange {
     nbi_exchange *prev, *next; /* the server's list, under its lock */
     uint64_t serial;           /* never used twice */
     uint64_t begin_ns;
+    nbi_trace trace;
+    atomic_uint_fast64_t look_ns; /* when the job wants to look at the clock; 0: never */
 
     bool preflight;    /* the reply says what other origins may (cors.h) */
     uint64_t buffered; /* what the body adds to server->buffered */

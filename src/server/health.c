@@ -1,4 +1,4 @@
-/* GET /health: 200 when requests are served, 503 while loading, stopping or after a failure. Called
+/* GET /health: 200 when requests are served, 503 while loading, draining or after a failure. Called
  * by http.c. */
 #include <string.h>
 
@@ -8,16 +8,17 @@
 static nb_status write_loading(const nbi_server *server, nbi_buf *out)
 {
     uint64_t done = atomic_load(&server->load_done), total = atomic_load(&server->load_total);
-    return nbi_buf_addf(out,
-                        "{\"status\":\"loading\",\"loaded_bytes\":%llu,\"total_bytes\":%llu,"
-                        "\"progress\":%.3f}",
-                        (unsigned long long)done, (unsigned long long)total,
-                        total ? (double)done / (double)total : 0.0);
+    return nbi_buf_addf(
+        out,
+        "{\"status\":\"loading\",\"state\":\"loading\",\"loaded_bytes\":%llu,\"total_bytes\":%llu,"
+        "\"progress\":%.3f}",
+        (unsigned long long)done, (unsigned long long)total,
+        total ? (double)done / (double)total : 0.0);
 }
 
 static nb_status write_failed(const char *why, nbi_buf *out)
 {
-    NB_TRY(nbi_buf_addf(out, "{\"status\":\"failed\",\"error\":"));
+    NB_TRY(nbi_buf_addf(out, "{\"status\":\"failed\",\"state\":\"failed\",\"error\":"));
     NB_TRY(nbi_json_quote(out, why, strlen(why)));
     return nbi_buf_add(out, "}", 1);
 }
@@ -27,7 +28,8 @@ static nb_status write_ready(nb_engine *engine, nbi_buf *out)
     nb_engine_stats stats;
     nb_engine_get_stats(engine, &stats);
     return nbi_buf_addf(out,
-                        "{\"status\":\"ok\",\"running\":%u,\"waiting\":%u,\"kv_tokens_used\":%llu}",
+                        "{\"status\":\"ok\",\"state\":\"ready\",\"running\":%u,\"waiting\":%u,\"kv_"
+                        "tokens_used\":%llu}",
                         stats.n_running, stats.n_waiting, (unsigned long long)stats.kv_tokens_used);
 }
 
@@ -44,7 +46,11 @@ unsigned nbi_get_health(nbi_exchange *ex, nbi_buf *out)
         status = why ? write_failed(why, out) : write_ready(server->served->engine, out);
         break;
     }
-    default: status = nbi_buf_addf(out, "{\"status\":\"stopping\"}"); break;
+    default:
+        status =
+            nbi_buf_addf(out, "{\"status\":\"draining\",\"state\":\"draining\",\"requests\":%u}",
+                         nbi_server_owed(server));
+        break;
     }
     if (status == NB_OK) return http;
     nbi_api_fail(&ex->error, 503, NULL, NULL, "no memory for the reply");

@@ -15,6 +15,7 @@
 
 #include "base/log.h"
 #include "server/cors.h"
+#include "server/metrics.h"
 
 #define DISCARD_MAX    ((uint64_t)1 << 30) /* body bytes read only to be dropped */
 #define POOL_EXTRA     8192u               /* of a connection's memory that headers do not get */
@@ -23,6 +24,8 @@
 
 static const nbi_route routes[] = {
     {.path = "/health", .open = true, .get = nbi_get_health},
+    {.path = "/health_generate", .open = true, .when_ready = true, .surface = &nbi_surface_health},
+    {.path = "/metrics", .open = true, .get = nbi_get_metrics},
     {.path = "/v1/models", .when_ready = true, .get = nbi_get_models},
     {.path = "/v1/models/", .prefix = true, .when_ready = true, .get = nbi_get_model},
     {.path = "/v1/completions", .when_ready = true, .surface = &nbi_surface_completions},
@@ -49,6 +52,21 @@ static const nbi_route routes[] = {
     {.path = "/openapi.json", .open = true, .get = nbi_get_openapi},
 };
 
+uint32_t nbi_http_n_routes(void)
+{
+    return sizeof routes / sizeof *routes;
+}
+
+const nbi_route *nbi_http_route(uint32_t i)
+{
+    return i < nbi_http_n_routes() ? &routes[i] : NULL;
+}
+
+uint32_t nbi_http_route_index(const nbi_route *route)
+{
+    return (uint32_t)(route - routes);
+}
+
 /* ---------------------------------------------------------------- routing */
 
 static const nbi_route *find_route(const char *url, const char **rest)
@@ -71,10 +89,12 @@ static nb_status check_route(nbi_exchange *ex, const char *url, const char *meth
         return nbi_api_fail(&ex->error, 404, "unknown_url", NULL, "there is no %.100s here", url);
     }
     bool get = strcmp(method, "GET") == 0 || strcmp(method, "HEAD") == 0;
-    bool takes_post = ex->route->surface || ex->route->post;
+    const nbi_surface *surface = ex->route->surface;
+    bool takes_get = ex->route->get || (surface && surface->bodyless);
+    bool takes_post = surface || ex->route->post;
     ex->is_post = strcmp(method, "POST") == 0;
-    if ((ex->is_post && takes_post) || (get && ex->route->get)) return NB_OK;
-    ex->allow = !takes_post ? "GET, HEAD" : ex->route->get ? "GET, HEAD, POST" : "POST";
+    if (ex->is_post ? takes_post : get && takes_get) return NB_OK;
+    ex->allow = !takes_post ? "GET, HEAD" : takes_get ? "GET, HEAD, POST" : "POST";
     return nbi_api_fail(&ex->error, 405, "method_not_allowed", NULL, "%.100s takes %s, not %.32s",
                         url, ex->allow, method);
 }
@@ -113,7 +133,7 @@ static nb_status check_phase(nbi_exchange *ex)
     nbi_server *server = ex->server;
     int phase = atomic_load(&server->phase);
     if (!ex->route->when_ready || phase == NBI_SERVER_READY) return NB_OK;
-    if (phase == NBI_SERVER_STOPPING) {
+    if (phase >= NBI_SERVER_DRAINING) {
         return nbi_api_fail(&ex->error, 503, "shutting_down", NULL, "the server is shutting down");
     }
     uint64_t done = atomic_load(&server->load_done), total = atomic_load(&server->load_total);
@@ -130,12 +150,17 @@ static bool is_json_type(const char *type)
     return n > 5 && strncasecmp(type + n - 5, "+json", 5) == 0;
 }
 
+static bool is_bodyless(const nbi_exchange *ex)
+{
+    return ex->route && ex->route->surface && ex->route->surface->bodyless;
+}
+
 static nb_status check_body_headers(nbi_exchange *ex)
 {
     const char *type = header(ex, "Content-Type"), *encoding = header(ex, "Content-Encoding");
     const char *length = header(ex, "Content-Length");
     uint64_t max = ex->server->options.max_body_bytes;
-    if (!ex->is_post) return NB_OK;
+    if (!ex->is_post || is_bodyless(ex)) return NB_OK;
     if (type && !is_json_type(type)) {
         return nbi_api_fail(&ex->error, 415, "unsupported_media_type", NULL,
                             "Content-Type is %.64s, expected application/json", type);
@@ -181,7 +206,7 @@ static enum MHD_Result first_call(nbi_exchange *ex, const char *url, const char 
 
 static enum MHD_Result take_body(nbi_exchange *ex, const char *data, size_t n)
 {
-    if (ex->error.http == 0 && ex->is_post) {
+    if (ex->error.http == 0 && ex->is_post && !is_bodyless(ex)) {
         nb_status status = nbi_exchange_add_body(ex, data, n);
         if (status == NB_OK) return MHD_YES;
         nbi_exchange_drop_body(ex);
@@ -221,6 +246,7 @@ static enum MHD_Result last_call(nbi_exchange *ex)
     nbi_peers_step(&ex->server->peers, ex->conn, NBI_PEER_WORK, 0);
     if (ex->error.http) return nbi_exchange_reply_error(ex);
     if (ex->job) return nbi_exchange_continue(ex);
+    if (check_phase(ex) != NB_OK) return nbi_exchange_reply_error(ex); /* since its headers came */
     if (ex->route->surface) return nbi_exchange_begin(ex, ex->route->surface);
     unsigned http = ex->is_post ? answer_post(ex, &out) : ex->route->get(ex, &out);
     if (http) return nbi_exchange_reply(ex, http, &out);
@@ -236,7 +262,9 @@ static enum MHD_Result on_request(void *cls, struct MHD_Connection *conn, const 
     (void)version;
     if (!ex) {
         *slot = ex = nbi_exchange_create(cls, conn);
-        return ex ? first_call(ex, url, method) : MHD_NO;
+        if (!ex) return MHD_NO;
+        nbi_trace_begin(ex, url, method);
+        return first_call(ex, url, method);
     }
     if (*n_data) {
         enum MHD_Result result = take_body(ex, data, *n_data);

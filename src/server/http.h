@@ -21,6 +21,11 @@ struct nbi_route {
     const nbi_surface *surface;
 };
 
+/* The table of routes. */
+uint32_t nbi_http_n_routes(void);
+const nbi_route *nbi_http_route(uint32_t i); /* NULL behind the last */
+uint32_t nbi_http_route_index(const nbi_route *route);
+
 unsigned nbi_get_health(nbi_exchange *ex, nbi_buf *out);
 unsigned nbi_get_models(nbi_exchange *ex, nbi_buf *out);
 unsigned nbi_get_model(nbi_exchange *ex, nbi_buf *out);

@@ -139,7 +139,9 @@ static nb_status submit(nbi_job *job, nbi_choice *choice, nbi_api_error *e)
                                   .sampling = job->params.sampling,
                                   .priority = job->params.priority,
                                   .notify = on_notify,
-                                  .notify_user = choice};
+                                  .notify_user = choice,
+                                  .arrival_ns = job->begin_ns,
+                                  .count = job->count};
     nb_error err = {0};
     nb_grammar hooks;
     nb_sampling *s = &options.sampling;
@@ -150,7 +152,10 @@ static nb_status submit(nbi_job *job, nbi_choice *choice, nbi_api_error *e)
     set_logprobs(job, s);
     s->seed += choice->index % job->per_prompt;
     s->max_tokens = job->params.max_tokens;
-    if (job->params.has_max_tokens && s->max_tokens == 0) s->max_tokens = 1; /* and is dropped */
+    if (job->params.has_max_tokens && s->max_tokens == 0) {
+        s->max_tokens = 1; /* and is dropped */
+        options.count = NB_COUNT_PROMPT;
+    }
     nb_status status = nb_request_submit(&choice->request, job->served->engine, &options, &err);
     return status == NB_OK ? NB_OK : nbi_api_from(e, status, &err, prompt_field(job));
 }
@@ -221,6 +226,7 @@ void nbi_job_close(nbi_job **out)
         nbi_logprobs_free(&c->logprobs);
         nbi_logprobs_free(&c->prompt_logprobs);
         nbi_buf_free(&c->ids);
+        nbi_buf_free(&c->whole);
     }
     nbi_free(job->choices);
     json_decref(job->chat);
@@ -338,6 +344,7 @@ static nb_status take_event(nbi_job *job, nbi_choice *c, const nb_event *event)
                 NB_TRY(nbi_buf_addf(&c->ids, c->ids.len ? ",%d" : "%d", event->id));
             }
         }
+        if (job->served->keep_text) NB_TRY(nbi_buf_add(&c->whole, event->text, event->n_text));
         NB_TRY(take_logprob(job, c, event));
         if (event->n_text || last) {
             NB_TRY(job->surface->take(job, c, event));

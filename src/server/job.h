@@ -55,7 +55,8 @@ typedef struct nbi_choice {
     nbi_reasoning splitter; /* chat: reasoning and content */
     bool has_reasoning;
     nbi_logprobs logprobs, prompt_logprobs;
-    nbi_buf ids; /* of the answer, "1,2,3"; only where the surface keeps them */
+    nbi_buf ids;   /* of the answer, "1,2,3"; only where the surface keeps them */
+    nbi_buf whole; /* the text of all events, for the log; empty unless served->keep_text */
 } nbi_choice;
 
 /* What an API surface decides. */
@@ -68,6 +69,7 @@ typedef struct nbi_surface {
     bool ranks;               /* best_of may be more than n */
     bool keeps_ids;
     bool shows_abort; /* an aborted answer is a reply with this finish, not an error */
+    bool bodyless;    /* GET as well as POST, and no body is read; errors are 503 */
     nbi_logprob_shape logprob_shape, prompt_logprob_shape;
     /* Reads and checks the body into job->params, job->echo, job->chat. Pure. */
     nb_status (*read)(nbi_job *job, const json_t *body, nbi_api_error *e);
@@ -81,6 +83,8 @@ typedef struct nbi_surface {
     nb_status (*write_delta)(nbi_job *job, nbi_choice *choice, nbi_buf *out);
     /* Appends the choice's object of the whole reply. */
     nb_status (*write_choice)(nbi_job *job, nbi_choice *choice, nbi_buf *out);
+    /* Optional: called about once a second while the job waits; may fail or finish it. */
+    void (*tick)(nbi_job *job);
     /* Optional: the whole reply, instead of OpenAI's list of choices. */
     nb_status (*write_reply)(nbi_job *job, nbi_buf *out);
     /* Optional: further members behind the choices and the usage. */
@@ -99,6 +103,7 @@ extern const nbi_surface nbi_surface_count_tokens; /* Anthropic's */
 extern const nbi_surface nbi_surface_generate;     /* SGLang's */
 extern const nbi_surface nbi_surface_tokenize;     /* vLLM's */
 extern const nbi_surface nbi_surface_detokenize;   /* vLLM's */
+extern const nbi_surface nbi_surface_health;       /* /health_generate */
 
 struct nbi_job {
     const nbi_surface *surface;
@@ -125,6 +130,7 @@ struct nbi_job {
     const char *const *names; /* [n_prompts] the same for every prompt; NULL: nothing */
     int64_t created;          /* seconds since 1970 */
     uint64_t begin_ns;        /* on the clock of nbi_now_ns() */
+    nb_count count;           /* what the engine's counters take of it */
     const char *prompt_field; /* what errors about a prompt name; NULL: the surface's. Static */
     uint32_t per_prompt;      /* answers computed for every prompt */
     nbi_prompt *prompts;      /* [n_prompts], in the arena */

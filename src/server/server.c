@@ -8,6 +8,7 @@
 #include "base/clock.h"
 #include "base/log.h"
 #include "server/exchange.h"
+#include "server/reporter.h"
 
 #define STOP_WAIT_MS    2000
 #define BODIES_BUFFERED 8           /* of the largest size at the same time */
@@ -41,6 +42,8 @@ static nb_status init(nbi_server *server, const nbi_server_options *options)
     server->watch_fd = server->watch_stop = -1;
     atomic_init(&server->phase, NBI_SERVER_LOADING);
     atomic_init(&server->buffered, 0);
+    atomic_init(&server->served_there, false);
+    atomic_init(&server->reasoning_tokens, 0);
     atomic_init(&server->load_done, 0);
     atomic_init(&server->load_total, 0);
     if (pthread_condattr_init(&attr) != 0) return NB_NO_MEMORY;
@@ -82,6 +85,16 @@ static void log_listening(const nbi_server *server, int fd)
             server->port);
 }
 
+static nb_status open_logs(nbi_server *server, nb_error *err)
+{
+    const nbi_server_options *o = &server->options;
+    if (o->access_log) {
+        NB_TRY(nbi_linelog_open(&server->access_log, o->access_log, "--access-log", err));
+    }
+    if (!o->request_log) return NB_OK;
+    return nbi_linelog_open(&server->request_log, o->request_log, "--request-log", err);
+}
+
 nb_status nbi_server_open(nbi_server **out, const nbi_server_options *options, nb_error *err)
 {
     nb_status status;
@@ -92,6 +105,9 @@ nb_status nbi_server_open(nbi_server **out, const nbi_server_options *options, n
         return nbi_fail(err, NB_NO_MEMORY, "no memory for the server");
     }
     NB_TRY_OR(status, open_guards(server, err), fail);
+    NB_TRY_OR(status, open_logs(server, err), fail);
+    NB_TRY_OR(status, nbi_http_counts_create(&server->http_counts, err), fail);
+    NB_TRY_OR(status, nbi_reporter_start(server, err), fail);
     NB_TRY_OR(status, nbi_watch_start(server, err), fail);
     NB_TRY_OR(status, nbi_listen(&fd, &server->port, options, err), fail);
     NB_TRY_OR(status, nbi_http_start(server, fd, err), fail);
@@ -165,6 +181,8 @@ nb_status nbi_server_ready(nbi_server *server, nb_engine *engine, nb_error *err)
                                   .grammar_backend = o->grammar_backend};
     NB_TRY(finish_prepare(server, engine, err));
     NB_TRY(nbi_served_create(&server->served, engine, &server->text, &options, err));
+    server->served->keep_text = o->request_log && o->log_content;
+    atomic_store(&server->served_there, true);
     int loading = NBI_SERVER_LOADING; /* a server that is ending meanwhile stays so */
     atomic_compare_exchange_strong(&server->phase, &loading, NBI_SERVER_READY);
     nbi_log(NB_LOG_INFO, "ready after %.3f s: \"%s\" at %s://%s:%u",
@@ -203,6 +221,8 @@ void nbi_server_reload(nbi_server *server)
 {
     reload_keys(server);
     reload_certificate(server);
+    if (server->access_log) nbi_linelog_reopen(server->access_log);
+    if (server->request_log) nbi_linelog_reopen(server->request_log);
 }
 
 /* ---------------------------------------------------------------- stop */
@@ -255,12 +275,16 @@ void nbi_server_close(nbi_server **out)
     nbi_server_stop(server, STOP_WAIT_MS);
     if (server->daemon) MHD_stop_daemon(server->daemon);
     nbi_watch_stop(server);
+    nbi_reporter_stop(server);
     if (server->preparing) pthread_join(server->prepare_thread, NULL);
     nbi_served_text_close(&server->text);
     nbi_served_destroy(&server->served);
     nbi_tls_close(&server->tls);
     nbi_keys_close(&server->keys);
     if (server->has_peers) nbi_peers_deinit(&server->peers);
+    nbi_http_counts_destroy(&server->http_counts);
+    nbi_linelog_close(&server->access_log);
+    nbi_linelog_close(&server->request_log);
     pthread_cond_destroy(&server->drained);
     pthread_mutex_destroy(&server->lock);
     nbi_free(server);

@@ -35,7 +35,10 @@ typedef struct nbi_server_options {
     const char *reasoning_parser;   /* "auto", "none" or a parser's name */
     const char *tool_parser;        /* the same for tool calls */
     const char *grammar_backend;    /* "auto", "llguidance", "none" or another library's name */
-    const char *flags_json; /* object of the command's flags, for /server_info; NULL: none */
+    const char *flags_json;  /* object of the command's flags, for /server_info; NULL: none */
+    const char *access_log;  /* file of JSON lines, "-": standard output; NULL: none */
+    const char *request_log; /* the same */
+    bool log_content;        /* the request log has prompts and answers */
     uint64_t start_ns; /* when the process started, on the clock of nbi_now_ns(); for the log */
 } nbi_server_options;
 
@@ -58,12 +61,23 @@ void nbi_server_progress(void *user, uint64_t done_bytes, uint64_t total_bytes);
  * then. */
 void nbi_server_prepare(nbi_server *server, const char *model_dir);
 
-/* What SIGHUP asks for: reads keys and certificate again. What cannot be read stays as it was, with
- * an error line. Any thread but those of the server. */
+/* What SIGHUP asks for: reads keys and certificate again, opens the log files anew. What cannot be
+ * read stays as it was, with an error line. Any thread but those of the server. */
 void nbi_server_reload(nbi_server *server);
 
 /* Begins to serve an engine that has a thread of its own (nb_engine_start()). */
 nb_status nbi_server_ready(nbi_server *server, nb_engine *engine, nb_error *err);
+
+/* From here on requests get 503 (Retry-After: 1); those that were begun go on, /health says
+ * "draining". Any thread. */
+void nbi_server_drain(nbi_server *server);
+
+/* Requests whose reply is not complete yet. Any thread. */
+uint32_t nbi_server_owed(nbi_server *server);
+
+/* For a process that ends without nbi_server_close(), after nbi_server_stop(): what the log files
+ * are owed is written. */
+void nbi_server_flush_logs(nbi_server *server);
 
 /* Takes no new connections, ends requests in flight with an error, waits for that (at most
  * wait_ms). */

@@ -8,6 +8,7 @@
 #include <pthread.h>
 #include <stdatomic.h>
 
+#include "base/linelog.h"
 #include "server/auth.h"
 #include "server/peers.h"
 #include "server/served.h"
@@ -23,6 +24,7 @@ typedef struct nbi_exchange nbi_exchange;
 typedef enum nbi_server_phase {
     NBI_SERVER_LOADING,
     NBI_SERVER_READY,
+    NBI_SERVER_DRAINING, /* what was begun goes on, nothing new is taken */
     NBI_SERVER_STOPPING
 } nbi_server_phase;
 
@@ -39,6 +41,12 @@ struct nbi_server {
     atomic_uint_fast64_t load_done, load_total;
     uint64_t load_logged_ns; /* when the log last heard of the load; the loading thread's */
     nbi_served *served;
+    atomic_bool served_there; /* `served` may be read whatever the phase */
+
+    nbi_linelog *access_log, *request_log; /* NULL: not asked for */
+    struct nbi_http_counts *http_counts;
+    struct nbi_reporter *reporter;
+    atomic_uint_fast64_t reasoning_tokens; /* of requests that have ended */
 
     bool preparing; /* the thread below was started; the loading thread's, like all that follows */
     pthread_t prepare_thread;
