@@ -182,16 +182,18 @@ static int settle_dataset(args *a)
 static int settle(args *a)
 {
     nbi_load_options *o = &a->load;
-    char *end;
     int status;
     if (a->stream && a->no_stream)
         return nbi_cli_usage(&command, "--stream and --no-stream exclude each other");
     o->stream = !a->no_stream;
-    o->request_rate =
-        strcmp(a->request_rate, "inf") ? strtod(a->request_rate, &end) : (double)INFINITY;
-    if (isfinite(o->request_rate) && (end == a->request_rate || *end))
-        return nbi_cli_usage(&command, "--request-rate: \"%s\"; expected a number or inf",
-                             a->request_rate);
+    o->request_rate = (double)INFINITY;
+    if (strcmp(a->request_rate, "inf") != 0) {
+        char *end;
+        o->request_rate = strtod(a->request_rate, &end);
+        if (end == a->request_rate || *end)
+            return nbi_cli_usage(&command, "--request-rate: \"%s\"; expected a number or inf",
+                                 a->request_rate);
+    }
     if ((status = settle_url(a)) >= 0) return status;
     if ((status = settle_dataset(a)) >= 0) return status;
     if ((status = settle_metrics(a)) >= 0) return status;

@@ -248,6 +248,7 @@ static nb_status make_file(maker *m, nbi_load_prompts *out, const nbi_load_file 
 {
     const nbi_load_options *opt = m->opt;
     bool estimated = false;
+    NB_ASSERT(file->n > 0);
     for (uint32_t i = 0; i < file->n && !opt->file_output_len; i++)
         estimated |= !file->entries[i].output_tokens && file->entries[i].answer_bytes;
     if (estimated) NB_TRY(learn(m, err));
