@@ -338,8 +338,8 @@ def test_hostile_sources_do_not_stop_others(client, model, sanitized):
         times = list(pool.map(one, [extra for i in range(3) for extra in hostile(i)]))
         done = True
         plain.result()
-    assert max(times) < (120 if sanitized else 40), times
-    assert len(gaps) > 5 and max(gaps) < (20 if sanitized else 2), max(gaps)
+    assert max(times) < (200 if sanitized else 40), times
+    assert len(gaps) > 5 and max(gaps) < (60 if sanitized else 3), max(gaps)
     check(ask(client, model, response_format=FORMATS["answer"]).choices[0], SCHEMAS["answer"])
 
 
