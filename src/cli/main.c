@@ -18,6 +18,7 @@ static const struct row {
     {"chat", nbi_cmd_chat, "a conversation in the terminal"},
     {"inspect", nbi_cmd_inspect, "what a checkpoint holds and whether it can run"},
     {"quantize", nbi_cmd_quantize, "BF16 weights to NVFP4"},
+    {"roofline", nbi_cmd_roofline, "what a decode step costs at least, by arithmetic"},
     {"score", nbi_cmd_score, "log-likelihood, perplexity and logits of given tokens"},
     {"serve", nbi_cmd_serve, "the OpenAI API over HTTP"},
     {"synth", nbi_cmd_synth, "a checkpoint of random weights in the shape of a real model"},

@@ -6,7 +6,8 @@
  * options give the same bytes, whatever the number of threads. */
 #pragma once
 
-#include "format/config.h"
+#include "model/modules.h"
+#include "tensor/matrix.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -32,8 +33,16 @@ const char *nbi_synth_weights_text(nbi_synth_weights weights);
 /* NBI_SYNTH_WEIGHTS_COUNT for an unknown name. */
 nbi_synth_weights nbi_synth_weights_parse(const char *name);
 
+/* The kind in which a module of a checkpoint with these weights is stored. */
+nbi_weight_kind nbi_synth_kind(nbi_synth_weights weights, const nbi_module *module);
+
 /* Names of the shapes, NULL behind the last. */
 const char *nbi_synth_shape_name(size_t i);
+
+/* The configuration of a shape with "key=value" overrides, see nbi_synth_options; `mtp`: with its
+ * MTP layer. */
+nb_status nbi_synth_shape(nbi_config *out, const char *like, const char *const *sets, size_t n_sets,
+                          bool mtp, nb_error *err);
 
 typedef struct nbi_synth_options {
     const char *like;          /* a shape, see nbi_synth_shape_name() */

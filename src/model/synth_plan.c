@@ -62,24 +62,33 @@ static void add_fp8(nbi_synth_plan *p, const nbi_module *m, float deviation)
         (nbi_fill){NBI_FILL_F32, scale, scale / 12, 0, 0});
 }
 
-static void add_linear(nbi_synth_plan *p, const nbi_module *m)
+nbi_weight_kind nbi_synth_kind(nbi_synth_weights weights, const nbi_module *m)
 {
+    /* Components up to this one are quantised. */
     static const nbi_component last[NBI_SYNTH_WEIGHTS_COUNT] = {
         [NBI_SYNTH_NVFP4_EXPERTS] = NBI_COMPONENT_ROUTED,
         [NBI_SYNTH_NVFP4_MLP] = NBI_COMPONENT_DENSE,
         [NBI_SYNTH_NVFP4_ALL] = NBI_COMPONENT_INDEXER,
         [NBI_SYNTH_FP8] = NBI_COMPONENT_INDEXER};
+    if (!m->linear)
+        return m->component == NBI_COMPONENT_ROUTER_BIAS ? NBI_WEIGHT_F32 : NBI_WEIGHT_BF16;
+    if (weights == NBI_SYNTH_BF16 || m->component > last[weights]) return NBI_WEIGHT_BF16;
+    if (weights == NBI_SYNTH_FP8) return NBI_WEIGHT_FP8_BLOCK;
+    return m->cols % NBI_NVFP4_BLOCK == 0 ? NBI_WEIGHT_NVFP4 : NBI_WEIGHT_BF16;
+}
+
+static void add_linear(nbi_synth_plan *p, const nbi_module *m)
+{
     float deviation = 1.0f / sqrtf((float)m->cols);
     if (m->component == NBI_COMPONENT_EMBEDDING) deviation = 0.5f;
     if (m->component == NBI_COMPONENT_HEAD) deviation *= 4; /* logits neither flat nor certain */
-    bool quantised = p->weights != NBI_SYNTH_BF16 && m->component <= last[p->weights];
-    if (quantised && p->weights == NBI_SYNTH_FP8)
-        add_fp8(p, m, deviation);
-    else if (quantised && m->cols % NBI_NVFP4_BLOCK == 0)
-        add_nvfp4(p, m, deviation);
-    else
+    switch (nbi_synth_kind(p->weights, m)) {
+    case NBI_WEIGHT_FP8_BLOCK: add_fp8(p, m, deviation); break;
+    case NBI_WEIGHT_NVFP4: add_nvfp4(p, m, deviation); break;
+    default:
         add(p, m->name, ".weight", NBI_BF16, 2, m->rows, m->cols,
             (nbi_fill){NBI_FILL_BF16, 0, deviation * SQRT_3, 0, 0});
+    }
 }
 
 static nb_status add_module(void *user, const nbi_module *m, nb_error *err)

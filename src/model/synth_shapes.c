@@ -195,6 +195,17 @@ nb_status nbi_synth_config(json_t **out, const nbi_synth_options *o, nb_error *e
     return st;
 }
 
+nb_status nbi_synth_shape(nbi_config *out, const char *like, const char *const *sets, size_t n_sets,
+                          bool mtp, nb_error *err)
+{
+    const nbi_synth_options o = {.like = like, .sets = sets, .n_sets = n_sets, .mtp = mtp};
+    json_t *config = NULL;
+    NB_TRY(nbi_synth_config(&config, &o, err));
+    const nb_status st = nbi_config_parse(out, config, NULL, like, err);
+    json_decref(config);
+    return st;
+}
+
 nb_status nbi_synth_describe(json_t *config, json_t **hf_quant, nbi_synth_weights weights,
                              nb_error *err)
 {

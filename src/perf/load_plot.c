@@ -123,12 +123,12 @@ static nb_status draw(nbi_buf *out, const points *p, const nbi_load_result *resu
     const nbi_svg_series running = {
         .x = p->at, .y = p->running, .n = p->n_times, .style = NBI_SVG_STEPS};
     const nbi_svg_panel panels[] = {
-        {"Time to first token", "ms", "% of requests", false, false, 100, &ttft, 1},
-        {"Inter-token latency", "ms", "% of gaps", true, false, 100, &itl, 1},
-        {"Time to first token, by sending time", "s", "ms", false, false, 0, &ttfts, 1},
-        {"Inter-token latency over time", "s", "ms", false, true, 0, itls, 2},
-        {"Output", "s", "tokens per second", false, false, 0, &tokens, 1},
-        {"Requests under way", "s", "requests", false, false, 0, &running, 1},
+        {"Time to first token", "ms", "% of requests", false, false, 100, &ttft, 1, false},
+        {"Inter-token latency", "ms", "% of gaps", true, false, 100, &itl, 1, false},
+        {"Time to first token, by sending time", "s", "ms", false, false, 0, &ttfts, 1, false},
+        {"Inter-token latency over time", "s", "ms", false, true, 0, itls, 2, false},
+        {"Output", "s", "tokens per second", false, false, 0, &tokens, 1, false},
+        {"Requests under way", "s", "requests", false, false, 0, &running, 1, false},
     };
     char title[256];
     snprintf(title, sizeof title, "%.120s: %u requests in %.2f s", result->model, result->n,

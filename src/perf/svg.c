@@ -17,6 +17,7 @@ enum {
     HEAD = 40,         /* the document's title */
     MAX_POINTS = 1500, /* of a series: more than pixels across */
     MAX_TICKS = 24,
+    BAR_H = 13,
 };
 
 static const char *const colours[] = {"#2b6cb0", "#c05621", "#2f855a", "#805ad5", "#b83280"};
@@ -143,7 +144,7 @@ static nb_status add_axes(nbi_buf *out, const nbi_svg_panel *p, const axis *x, c
         snprintf(text, sizeof text, "%.6g", x->ticks[i]);
         NB_TRY(add_label(out, px(at), py(0) + 16, " class=\"mid\"", text));
     }
-    for (size_t i = 0; i < y->n_ticks; i++) {
+    for (size_t i = 0; i < y->n_ticks && !p->bare_y; i++) {
         if (!place(y, y->ticks[i], &at)) continue;
         NB_TRY(nbi_buf_addf(out, "<path class=\"grid\" d=\"M%.1f %.1fH%.1f\"/>\n", px(0), py(at),
                             px(1)));
@@ -169,6 +170,22 @@ static nb_status add_points(nbi_buf *out, const nbi_svg_series *s, const axis *x
         NB_TRY(nbi_buf_addf(out, "<circle cx=\"%.1f\" cy=\"%.1f\" r=\"2.5\" fill=\"%s\"/>\n",
                             px(ax), py(ay), colour));
         if (s->labels) NB_TRY(add_label(out, px(ax) + 5, py(ay) - 5, "", s->labels[i]));
+    }
+    return NB_OK;
+}
+
+static nb_status add_bars(nbi_buf *out, const nbi_svg_series *s, const axis *x, const axis *y,
+                          const char *colour)
+{
+    const double half = BAR_H / 2.0;
+    double ax, ay;
+    for (size_t i = 0; i < s->n; i++) {
+        if (!place(x, s->x[i], &ax) || !place(y, s->y[i], &ay)) continue;
+        NB_TRY(nbi_buf_addf(out,
+                            "<rect x=\"%.1f\" y=\"%.1f\" width=\"%.1f\" height=\"%d\" "
+                            "fill=\"%s\"/>\n",
+                            px(0), py(ay) - half, px(ax) - px(0), BAR_H, colour));
+        if (s->labels) NB_TRY(add_label(out, px(ax) + 5, py(ay) + 4, "", s->labels[i]));
     }
     return NB_OK;
 }
@@ -203,6 +220,7 @@ static nb_status add_panel(nbi_buf *out, const nbi_svg_panel *p)
         const nbi_svg_series *s = &p->series[i];
         const char *colour = colours[i % (sizeof colours / sizeof *colours)];
         NB_TRY(s->style == NBI_SVG_POINTS ? add_points(out, s, &x, &y, colour)
+               : s->style == NBI_SVG_BARS ? add_bars(out, s, &x, &y, colour)
                                           : add_line(out, s, &x, &y, colour));
         if (!s->name) continue;
         char attributes[64];

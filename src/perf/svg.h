@@ -11,6 +11,7 @@ typedef enum nbi_svg_style {
     NBI_SVG_LINE,
     NBI_SVG_POINTS,
     NBI_SVG_STEPS, /* y holds until the next x */
+    NBI_SVG_BARS,  /* from the left end to x, at height y; labels behind them */
 } nbi_svg_style;
 
 typedef struct nbi_svg_series {
@@ -28,6 +29,7 @@ typedef struct nbi_svg_panel {
     double y_max;                 /* upper end of the y axis; 0: from the data */
     const nbi_svg_series *series; /* [n_series] */
     size_t n_series;
+    bool bare_y; /* no grid and numbers for y */
 } nbi_svg_panel;
 
 /* Writes a whole document with the panels in rows of `columns` to the end of `out`. Long series are

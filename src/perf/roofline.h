@@ -1,0 +1,101 @@
+/* The floor of a decode step: bytes and operations of every part of a model, split over ranks,
+ * against what a device can do. Arithmetic alone; nothing is run.
+ *
+ * A step gives one token to each of `batch` sequences whose caches hold `context` tokens. A part
+ * takes the longer of its bytes over the bandwidth and its operations over the peak; parts follow
+ * one another, so the floor of the step is their sum. Figures are of one rank, the busiest where
+ * ranks differ, and of the whole chain of stages with pipeline parallelism.
+ *
+ * Split over ranks: heads, MLP columns and the vocabulary over all `tp` ranks; experts whole over
+ * `ep` groups and by columns inside of one (tp / ep ranks); router, norms and biases on every rank;
+ * with `whole_latents` also q_a, kv_a and the indexer, as the public engines do it. The latent
+ * cache is read whole by every rank. */
+#pragma once
+
+#include "format/config.h"
+#include "model/synth.h"
+#include "perf/devices.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* enum suffix, name in tables and JSON */
+/* clang-format off */
+#define NBI_ROOF_PART_LIST(X)              \
+    X(ATTENTION, "attention")              \
+    X(INDEXER, "indexer")                  \
+    X(ROUTER, "router")                    \
+    X(ROUTED, "routed experts")            \
+    X(SHARED, "shared experts")            \
+    X(DENSE, "dense MLPs")                 \
+    X(HEAD, "output head")                 \
+    X(EMBEDDING, "embedding")              \
+    X(NORM, "norms and biases")            \
+    X(KV_READ, "cache read")               \
+    X(KV_WRITE, "cache write")             \
+    X(COLLECTIVES, "collectives")
+/* clang-format on */
+
+typedef enum nbi_roof_part {
+#define X(suffix, name) NBI_ROOF_##suffix,
+    NBI_ROOF_PART_LIST(X)
+#undef X
+        NBI_ROOF_PART_COUNT
+} nbi_roof_part;
+
+const char *nbi_roof_part_name(nbi_roof_part part);
+
+typedef struct nbi_roof_options {
+    const nbi_config *config; /* with its MTP layers, if these are to count in memory */
+    nbi_synth_weights weights;
+    /* Bytes per weight of each component, instead of `weights`, for a checkpoint; 0: by `weights`.
+     */
+    double bytes_per_weight[NBI_COMPONENT_COUNT];
+    nbi_device device;
+    double link_latency; /* seconds of one collective or hop beside its bytes */
+    uint32_t tp, ep, pp; /* ranks; ep divides tp */
+    uint32_t batch;
+    uint64_t context;
+    bool kv_fp8;         /* latent 512 E4M3 + scales per 128 + BF16 rope; else BF16 */
+    bool whole_latents;  /* q_a, kv_a and the indexer on every rank */
+    bool fp4_products;   /* NVFP4 weights meet NVFP4 activations: the device's FP4 peak */
+    double memory_share; /* of the device's memory that weights and cache may fill, 0 to 1 */
+} nbi_roof_options;
+
+typedef struct nbi_roof_cost {
+    double bytes; /* of memory; of the link for collectives */
+    double flops; /* two per multiply-add */
+    double seconds;
+    bool by_flops; /* operations, not bytes, set the time */
+} nbi_roof_cost;
+
+typedef struct nbi_roofline {
+    nbi_roof_cost parts[NBI_ROOF_PART_COUNT];
+    nbi_roof_cost step;
+    double experts_read;     /* distinct routed experts per layer of the busiest rank's group */
+    double experts_balanced; /* the same if every group had an equal share */
+    double tokens_per_s;     /* batch / step */
+    uint64_t compute_batch;  /* smallest batch at which the operations of a step take longer than
+                                its bytes; 0: none up to a million, or the peak is not known */
+    uint64_t parameters, active; /* stored, MTP included; multiplied for one token */
+    double weight_bytes;         /* of the fullest rank */
+    double kv_bytes_per_token;   /* of one sequence, on the fullest rank */
+    double cache_bytes;          /* batch x context */
+    uint64_t longest_context; /* of `batch` sequences; 0: does not fit; at most the model's own */
+} nbi_roofline;
+
+/* NB_INVALID names the option that cannot be. */
+nb_status nbi_roofline_run(nbi_roofline *out, const nbi_roof_options *options, nb_error *err);
+
+/* Writes an SVG file: the roofs of the device with the parts below them, and a bar per part. */
+nb_status nbi_roofline_plot(const nbi_roofline *roofline, const nbi_roof_options *options,
+                            const char *title, const char *path, nb_error *err);
+
+/* Bytes of one cached token over all layers, MTP layers included when the configuration has them,
+ * unsplit. */
+double nbi_roof_kv_bytes(const nbi_config *config, bool fp8);
+
+#ifdef __cplusplus
+}
+#endif
