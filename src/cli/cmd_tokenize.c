@@ -4,17 +4,19 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 
 #include "base/json.h"
 #include "cli/cli.h"
 #include "text/chat.h"
 
-#define INPUT_MAX ((size_t)1 << 30)
+#define INPUT_MAX     ((size_t)1 << 30)
+#define BENCH_REPEATS 5
 
 static const nbi_command command = {
     .name = "tokenize",
     .summary = "Text to token ids and back, with a model's tokenizer.",
-    .usage = "--model DIR [--text TEXT] [--decode | --chat] [OPTIONS]",
+    .usage = "--model DIR [--text TEXT] [--decode | --chat | --bench] [OPTIONS]",
     .text =
         "Reads TEXT, or standard input to its end, and prints the ids on one line. With --decode "
         "the input is\nids, separated by white space or as a JSON list, and the text is printed. "
@@ -24,13 +26,14 @@ static const nbi_command command = {
         "With --lines every line of the input is a JSON value of its own (a string, a list of ids, "
         "a request)\nand gives one line of JSON; a line that fails gives {\"error\": ...} and the "
         "rest goes on.\n\n"
+        "With --bench the input is encoded five times by one thread, and the speed is printed.\n\n"
         "Example: nibble tokenize --model DIR --text 'Once upon a time'\n"
         "         nibble tokenize --model DIR --text '9707 11 1879' --decode",
 };
 
 typedef struct tokenize {
     const char *model, *text;
-    bool decode, chat, json, no_special, lines;
+    bool decode, chat, bench, json, no_special, lines;
     nbi_tokenizer *tokenizer;
     nbi_template *tmpl;
     nbi_buf input, out;
@@ -122,6 +125,46 @@ static nb_status chat_one(tokenize *t, const json_t *request, nb_error *err)
     }
     nbi_chat_prompt_free(&prompt);
     return st == NB_OK ? NB_OK : no_memory(err);
+}
+
+static double cpu_seconds(void)
+{
+    struct timespec t;
+    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &t);
+    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+/* Encodes the input BENCH_REPEATS times and prints 10^6 bytes per second of CPU time. */
+static nb_status bench(tokenize *t, nb_error *err)
+{
+    double rate[BENCH_REPEATS];
+    nbi_ids ids = {0};
+    nb_status st = NB_OK;
+    if (t->input.len == 0) return nbi_fail(err, NB_INVALID, "--bench needs text, found none");
+    for (int i = 0; i < BENCH_REPEATS && st == NB_OK; i++) {
+        double begin = cpu_seconds();
+        ids.len = 0;
+        st = nbi_tokenizer_encode(t->tokenizer, t->input.data, t->input.len, !t->no_special, &ids,
+                                  err);
+        double r = 1e-6 * (double)t->input.len / (cpu_seconds() - begin);
+        int at = i;
+        for (; at > 0 && rate[at - 1] > r; at--) rate[at] = rate[at - 1];
+        rate[at] = r;
+    }
+    nb_status put = NB_OK;
+    if (st == NB_OK && t->json)
+        put = nbi_buf_addf(&t->out,
+                           "{\"bytes\": %zu, \"tokens\": %zu, \"mb_per_s\": %.4g, "
+                           "\"mb_per_s_min\": %.4g, \"mb_per_s_max\": %.4g}\n",
+                           t->input.len, ids.len, rate[BENCH_REPEATS / 2], rate[0],
+                           rate[BENCH_REPEATS - 1]);
+    else if (st == NB_OK)
+        put = nbi_buf_addf(&t->out, "%zu bytes, %zu tokens, %.4g MB/s on one core (%.4g to %.4g)\n",
+                           t->input.len, ids.len, rate[BENCH_REPEATS / 2], rate[0],
+                           rate[BENCH_REPEATS - 1]);
+    if (put != NB_OK) st = no_memory(err);
+    nbi_ids_free(&ids);
+    return st;
 }
 
 /* ---------------------------------------------------------------- input forms */
@@ -236,7 +279,7 @@ static nb_status run(tokenize *t, nb_error *err)
     if (t->chat) NB_TRY(nbi_template_open(&t->tmpl, t->model, err));
     NB_TRY(read_input(t, err));
     if (t->lines) return t->input.len ? run_lines(t, err) : NB_OK;
-    NB_TRY(run_whole(t, err));
+    NB_TRY(t->bench ? bench(t, err) : run_whole(t, err));
     return write_out(t, err);
 }
 
@@ -249,6 +292,7 @@ int nbi_cmd_tokenize(int argc, char **argv)
         {"decode", NBI_OPT_FLAG, &t.decode, NULL, "ids to text", false},
         {"chat", NBI_OPT_FLAG, &t.chat, NULL, "chat request to prompt, through the chat template",
          false},
+        {"bench", NBI_OPT_FLAG, &t.bench, NULL, "speed of encoding the input", false},
         {"json", NBI_OPT_FLAG, &t.json, NULL, "one JSON object on stdout", false},
         {"lines", NBI_OPT_FLAG, &t.lines, NULL,
          "one JSON value per line in, one JSON object per line out", false},
@@ -259,8 +303,10 @@ int nbi_cmd_tokenize(int argc, char **argv)
         {0},
     };
     int status = nbi_cli_parse(&command, options, argc, argv, NULL);
-    if (status < 0 && t.decode && t.chat)
-        status = nbi_cli_usage(&command, "give one of --decode and --chat");
+    if (status < 0 && t.decode + t.chat + t.bench > 1)
+        status = nbi_cli_usage(&command, "give one of --decode, --chat and --bench");
+    if (status < 0 && t.bench && t.lines)
+        status = nbi_cli_usage(&command, "--bench takes the input as a whole, not --lines");
     if (status >= 0) return status;
     t.json = t.json || t.lines;
     nb_error err;

@@ -191,52 +191,69 @@ static void order_marks(int32_t *run, size_t n, int32_t *spare)
     }
 }
 
-/* Code points of text, decomposed, into *out (from nbi_malloc) with room for a second copy behind
- * them. */
-static nb_status decompose(int32_t **out, size_t *n_out, const nbi_buf *text, int form)
+/* The character at the start of valid s[0..n), n >= 1, and its length. */
+static inline size_t next_char(uint32_t *cp, const uint8_t *s, size_t n)
 {
-    size_t cap = text->len + 64, n = 0;
-    int32_t *cps = nbi_malloc(cap * sizeof *cps);
-    if (!cps) return NB_NO_MEMORY;
-    int options = UTF8PROC_DECOMPOSE | (form & UTF8PROC_COMPAT) | UTF8PROC_STABLE;
-    for (size_t i = 0; i < text->len;) {
-        uint32_t cp = 0;
-        size_t len = nbi_utf8_read(&cp, (const uint8_t *)text->data + i, text->len - i);
-        if (cap - n < 32) { /* the longest decomposition has 18 */
-            cap *= 2;
-            int32_t *more = nbi_realloc(cps, cap * sizeof *cps);
-            if (!more) {
-                nbi_free(cps);
-                return NB_NO_MEMORY;
-            }
-            cps = more;
-        }
-        int boundary = 0;
-        utf8proc_ssize_t k = utf8proc_decompose_char((int32_t)cp, cps + n, 32, options, &boundary);
-        if (k > 0 && k <= 32)
-            n += (size_t)k;
-        else
-            cps[n++] = (int32_t)cp;
-        i += len ? len : 1;
-    }
-    int32_t *all = nbi_realloc(cps, (2 * n + 1) * sizeof *cps);
-    if (!all) {
-        nbi_free(cps);
-        return NB_NO_MEMORY;
-    }
-    *out = all;
-    *n_out = n;
+    *cp = 0;
+    size_t len = nbi_utf8_read(cp, s, n);
+    return len ? len : 1;
+}
+
+/* Bytes of ASCII at the start of s[0..n). */
+static size_t ascii_length(const uint8_t *s, size_t n)
+{
+    size_t i = 0;
+    uint64_t w;
+    while (n - i >= 8 && (memcpy(&w, s + i, 8), (w & 0x8080808080808080ull) == 0)) i += 8;
+    while (i < n && s[i] < 0x80) i++;
+    return i;
+}
+
+/* Room for code points, kept from run to run. */
+typedef struct points {
+    int32_t *data;
+    size_t cap;
+} points;
+
+static nb_status reserve(points *p, size_t n)
+{
+    if (n <= p->cap) return NB_OK;
+    size_t cap = n > 2 * p->cap ? n : 2 * p->cap;
+    int32_t *data = nbi_realloc(p->data, cap * sizeof *data);
+    if (!data) return NB_NO_MEMORY;
+    p->data = data;
+    p->cap = cap;
     return NB_OK;
 }
 
-static nb_status run_form(int form, nbi_buf *text)
+/* Code points of s[0..n), decomposed, into p, with room for a second copy behind them. */
+static nb_status decompose(points *p, size_t *n_out, const uint8_t *s, size_t len, int form)
 {
-    int32_t *cps;
+    size_t n = 0;
+    int options = UTF8PROC_DECOMPOSE | (form & UTF8PROC_COMPAT) | UTF8PROC_STABLE;
+    for (size_t i = 0; i < len;) {
+        uint32_t cp;
+        size_t k = next_char(&cp, s + i, len - i);
+        NB_TRY(reserve(p, n + 32)); /* the longest decomposition has 18 */
+        int boundary = 0;
+        utf8proc_ssize_t made =
+            utf8proc_decompose_char((int32_t)cp, p->data + n, 32, options, &boundary);
+        if (made > 0 && made <= 32)
+            n += (size_t)made;
+        else
+            p->data[n++] = (int32_t)cp;
+        i += k;
+    }
+    *n_out = n;
+    return reserve(p, 2 * n);
+}
+
+/* Appends the form of s[0..len), whose neighbours do not touch it. */
+static nb_status put_form(int form, points *p, const uint8_t *s, size_t len, nbi_buf *out)
+{
     size_t n;
-    size_t ascii = 0;
-    while (ascii < text->len && (uint8_t)text->data[ascii] < 0x80) ascii++;
-    if (ascii == text->len) return NB_OK; /* every form leaves ASCII as it is */
-    NB_TRY(decompose(&cps, &n, text, form));
+    NB_TRY(decompose(p, &n, s, len, form));
+    int32_t *cps = p->data;
     for (size_t i = 0; i < n;) {
         size_t j = i;
         while (j < n && mark_class(cps[j]) != 0) j++;
@@ -248,25 +265,86 @@ static nb_status run_form(int form, nbi_buf *text)
             utf8proc_normalize_utf32(cps, (utf8proc_ssize_t)n, UTF8PROC_COMPOSE | UTF8PROC_STABLE);
         if (m >= 0) n = (size_t)m;
     }
-    nbi_buf_clear(text);
-    nb_status st = NB_OK;
-    for (size_t i = 0; i < n && st == NB_OK; i++) {
+    for (size_t i = 0; i < n; i++) {
         char bytes[4];
-        st = nbi_buf_add(text, bytes, nbi_utf8_put(bytes, (uint32_t)cps[i]));
+        NB_TRY(nbi_buf_add(out, bytes, nbi_utf8_put(bytes, (uint32_t)cps[i])));
     }
-    nbi_free(cps);
-    return st;
+    return NB_OK;
+}
+
+/* Characters that the form leaves as they are whatever stands before them: ASCII, and for NFC the
+ * common ones of many scripts. A character behind may still change one of them. */
+static bool is_stable(uint32_t cp, int form)
+{
+    static const struct {
+        uint32_t first, last;
+    } composed[] = {{0x80, 0x2FF},    {0x400, 0x482},    {0x2010, 0x205E}, {0x3001, 0x3029},
+                    {0x3041, 0x3096}, {0x30A1, 0x30FA},  {0x4E00, 0x9FFF}, {0xAC00, 0xD7A3},
+                    {0xFF00, 0xFFEF}, {0x1F300, 0x1F64F}};
+    if (cp < 0x80) return true;
+    if ((form & UTF8PROC_COMPAT) || !(form & UTF8PROC_COMPOSE)) return false;
+    for (size_t i = 0; i < sizeof composed / sizeof *composed && cp >= composed[i].first; i++)
+        if (cp <= composed[i].last) return true;
+    return false;
+}
+
+/* Runs of other characters, each with the stable one in front, are put into the form. *changed is
+ * false when there are none; then `out` stays empty. */
+static nb_status run_form(int form, points *p, const nbi_buf *text, nbi_buf *out, bool *changed)
+{
+    const uint8_t *s = (const uint8_t *)text->data;
+    size_t done = 0, last = 0;
+    for (size_t i = 0, len; i < text->len; i += len) {
+        uint32_t cp;
+        if ((len = ascii_length(s + i, text->len - i)) > 0) {
+            last = i + len - 1;
+            continue;
+        }
+        len = next_char(&cp, s + i, text->len - i);
+        if (is_stable(cp, form)) {
+            last = i;
+            continue;
+        }
+        size_t begin = i > done ? last : i;
+        while (i < text->len && !is_stable(cp, form)) {
+            i += len;
+            if (i < text->len) len = next_char(&cp, s + i, text->len - i);
+        }
+        NB_TRY(nbi_buf_add(out, s + done, begin - done));
+        NB_TRY(put_form(form, p, s + begin, i - begin, out));
+        done = i;
+        len = 0; /* the stable character at i comes next */
+        *changed = true;
+    }
+    return *changed ? nbi_buf_add(out, s + done, text->len - done) : NB_OK;
 }
 
 /* ---------------------------------------------------------------- other steps */
 
-static nb_status run_chars(const norm_step *step, nbi_buf *text, nbi_buf *out)
+/* Appends the ASCII at the start of s[0..n), with small letters when `lower`; *used is its length.
+ */
+static nb_status put_ascii(const uint8_t *s, size_t n, bool lower, nbi_buf *out, size_t *used)
 {
-    for (size_t i = 0; i < text->len;) {
-        uint32_t cp = 0;
+    size_t k = *used = ascii_length(s, n);
+    if (k == 0) return NB_OK;
+    NB_TRY(nbi_buf_add(out, s, k));
+    if (!lower) return NB_OK;
+    for (char *c = out->data + out->len - k; k > 0; c++, k--)
+        if (*c >= 'A' && *c <= 'Z') *c = (char)(*c | 0x20);
+    return NB_OK;
+}
+
+/* Lowercase or StripAccents. */
+static nb_status run_chars(const norm_step *step, const nbi_buf *text, nbi_buf *out)
+{
+    const uint8_t *s = (const uint8_t *)text->data;
+    for (size_t i = 0, ascii; i < text->len;) {
+        NB_TRY(put_ascii(s + i, text->len - i, step->kind == NORM_LOWERCASE, out, &ascii));
+        i += ascii;
+        if (i == text->len) break;
+        uint32_t cp;
         char bytes[4];
-        size_t len = nbi_utf8_read(&cp, (const uint8_t *)text->data + i, text->len - i);
-        i += len ? len : 1;
+        i += next_char(&cp, s + i, text->len - i);
         if (step->kind == NORM_STRIP_ACCENTS) {
             int category = nbi_unicode_category(cp);
             if (category >= UTF8PROC_CATEGORY_MN && category <= UTF8PROC_CATEGORY_ME) continue;
@@ -348,9 +426,14 @@ static nb_status run_replace(const norm_step *step, nbi_matcher *matcher, const 
 static nb_status run_step(const norm_step *step, nbi_matcher *matcher, nbi_buf *text,
                           nbi_buf *scratch, nb_error *err)
 {
-    if (step->kind == NORM_FORM) return run_form(step->form, text);
     nbi_buf_clear(scratch);
-    if (step->kind == NORM_REPLACE) {
+    if (step->kind == NORM_FORM) {
+        points p = {0};
+        bool changed = false;
+        nb_status st = run_form(step->form, &p, text, scratch, &changed);
+        nbi_free(p.data);
+        if (st != NB_OK || !changed) return st;
+    } else if (step->kind == NORM_REPLACE) {
         NB_TRY(run_replace(step, matcher, text, scratch, err));
     } else if (step->kind == NORM_STRIP) {
         NB_TRY(run_strip(step, text, scratch));

@@ -33,15 +33,26 @@ nb_status nbi_pattern_find(const nbi_pattern *pattern, nbi_matcher *matcher, con
 /* The same as the pattern translated for PCRE2, for tests and messages. */
 const char *nbi_pattern_text(const nbi_pattern *pattern);
 
-/* A hand-written equal of one well-known pattern that leaves no text unmatched: length in bytes of
- * the piece at the start of p[0..end), which is valid UTF-8 and not empty. */
+/* Length in bytes of the piece at the start of p[0..end), which is valid UTF-8 and not empty: a
+ * match of the pattern, or all that lies before the next match. */
 typedef size_t (*nbi_scan)(const uint8_t *p, const uint8_t *end);
 
-/* The scanner for a pattern, only when the text is exactly one of those known; else NULL. */
-nbi_scan nbi_scan_lookup(const char *regex, size_t n);
+/* A well-known pattern and its hand-written equal. */
+typedef struct nbi_known_pattern {
+    const char *name, *regex;
+    nbi_scan scan;
+    bool gaps; /* the pattern leaves text unmatched */
+} nbi_known_pattern;
 
-/* Known patterns, for tests: index from 0; false beyond the last. */
-bool nbi_scan_known(uint32_t index, const char **name, const char **regex, nbi_scan *scan);
+/* The known pattern whose text is exactly this; NULL when there is none. */
+const nbi_known_pattern *nbi_pattern_known(const char *regex, size_t n);
+
+/* All of them, for tests: index from 0; NULL beyond the last. */
+const nbi_known_pattern *nbi_pattern_known_at(size_t index);
+
+/* `\p{N}` and `\p{N}+`, for the step Digits. nbi_char_class_init() comes first. */
+size_t nbi_scan_number(const uint8_t *p, const uint8_t *end);
+size_t nbi_scan_number_run(const uint8_t *p, const uint8_t *end);
 
 #ifdef __cplusplus
 }

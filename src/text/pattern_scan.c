@@ -5,46 +5,15 @@
  * look-up per character. They are chosen only when the file's pattern is one of the texts below,
  * letter for letter, and tests hold them equal to PCRE2 on random text. The order of alternatives
  * in the patterns is the order of the ifs. */
+#include "text/pattern_scan.h"
+
 #include <string.h>
 
-#include "text/pattern.h"
-#include "text/unicode.h"
-
-/* Class of the character at p and its length. Text is valid, so only the lead byte is looked at. */
-static inline uint8_t peek(const uint8_t *p, size_t *len)
-{
-    uint32_t c = p[0];
-    if (c < 0x80) {
-        *len = 1;
-        return nbi_char_class_low[c];
-    }
-    if (c < 0xE0) {
-        *len = 2;
-        return nbi_char_class_low[(c & 0x1F) << 6 | (p[1] & 0x3Fu)];
-    }
-    if (c < 0xF0) {
-        *len = 3;
-        return nbi_char_class_low[(c & 0x0F) << 12 | (p[1] & 0x3Fu) << 6 | (p[2] & 0x3Fu)];
-    }
-    *len = 4;
-    return nbi_char_class((c & 0x07) << 18 | (p[1] & 0x3Fu) << 12 | (p[2] & 0x3Fu) << 6 |
-                          (p[3] & 0x3Fu));
-}
-
-/* Skips characters of one class (0: neither letter, number nor space), at most `limit` of them. */
-static inline const uint8_t *skip(const uint8_t *p, const uint8_t *end, uint8_t class, size_t limit)
-{
-    size_t len;
-    while (p < end && limit-- > 0 && peek(p, &len) == class) p += len;
-    return p;
-}
-
-/* `\s+(?!\S)|\s+` at a space, after `\s*[\r\n]+` when `newlines`. */
-static size_t scan_spaces(const uint8_t *p, const uint8_t *end, bool newlines)
+size_t nbi_scan_spaces(const uint8_t *p, const uint8_t *end, bool newlines)
 {
     const uint8_t *q = p, *last = p, *after_newline = NULL;
     size_t len;
-    for (uint8_t class; q < end && (class = peek(q, &len)) & NBI_CLASS_SPACE;) {
+    for (uint8_t class; q < end && (class = nbi_scan_peek(q, &len)) & NBI_CLASS_SPACE;) {
         last = q;
         q += len;
         if (class & NBI_CLASS_NEWLINE) after_newline = q;
@@ -54,9 +23,7 @@ static size_t scan_spaces(const uint8_t *p, const uint8_t *end, bool newlines)
     return (size_t)(last - p); /* the last space belongs to what follows */
 }
 
-/* Length of `'s|'t|'re|'ve|'m|'ll|'d` at p[0] == '\'', else 0. `fold`: any case, with U+017F as
- * another s. */
-static size_t scan_contraction(const uint8_t *p, const uint8_t *end, bool fold)
+size_t nbi_scan_contraction(const uint8_t *p, const uint8_t *end, bool fold)
 {
     size_t n = (size_t)(end - p);
     if (n < 2) return 0;
@@ -71,89 +38,124 @@ static size_t scan_contraction(const uint8_t *p, const uint8_t *end, bool fold)
     return 0;
 }
 
-/* The cl100k family with at most `digits` numbers per piece. */
-static inline size_t scan_cl100k_family(const uint8_t *p, const uint8_t *end, size_t digits)
+/* The cl100k family with at most `digits` numbers per piece; `word`: the classes of its words. */
+static inline size_t scan_cl100k_family(const uint8_t *p, const uint8_t *end, size_t digits,
+                                        uint8_t word)
 {
+    const uint8_t known = word | NBI_CLASS_NUMBER | NBI_CLASS_SPACE;
     size_t len, next;
-    uint8_t class = peek(p, &len);
-    if (p[0] == '\'' && (next = scan_contraction(p, end, true)) != 0) return next;
-    if (class == NBI_CLASS_LETTER)
-        return (size_t)(skip(p + len, end, NBI_CLASS_LETTER, SIZE_MAX) - p);
-    if (class == NBI_CLASS_NUMBER)
-        return (size_t)(skip(p + len, end, NBI_CLASS_NUMBER, digits - 1) - p);
+    uint8_t class = nbi_scan_peek(p, &len), follows = 0;
+    if (p[0] == '\'' && (next = nbi_scan_contraction(p, end, true)) != 0) return next;
     const uint8_t *q = p + len;
-    if (!(class & NBI_CLASS_NEWLINE) && q < end && peek(q, &next) == NBI_CLASS_LETTER)
-        return (size_t)(skip(q + next, end, NBI_CLASS_LETTER, SIZE_MAX) - p);
-    if (class == 0 || (p[0] == ' ' && q < end && peek(q, &next) == 0)) {
-        q = skip(q, end, 0, SIZE_MAX);
+    if (class & word) return (size_t)(nbi_scan_skip(q, end, word, SIZE_MAX) - p);
+    if (class & NBI_CLASS_NUMBER)
+        return (size_t)(nbi_scan_skip(q, end, NBI_CLASS_NUMBER, digits - 1) - p);
+    if (q < end) follows = nbi_scan_peek(q, &next);
+    if (!(class & NBI_CLASS_NEWLINE) && (follows & word))
+        return (size_t)(nbi_scan_skip(q + next, end, word, SIZE_MAX) - p);
+    if (!(class & known) || (p[0] == ' ' && q < end && !(follows & known))) {
+        q = nbi_scan_skip_others(q, end, known);
         while (q < end && (*q == '\r' || *q == '\n')) q++;
         return (size_t)(q - p);
     }
-    return scan_spaces(p, end, true);
+    return nbi_scan_spaces(p, end, true);
 }
 
 static size_t scan_cl100k(const uint8_t *p, const uint8_t *end)
 {
-    return scan_cl100k_family(p, end, 3);
+    return scan_cl100k_family(p, end, 3, NBI_CLASS_LETTER);
 }
 
 static size_t scan_qwen2(const uint8_t *p, const uint8_t *end)
 {
-    return scan_cl100k_family(p, end, 1);
+    return scan_cl100k_family(p, end, 1, NBI_CLASS_LETTER);
+}
+
+static size_t scan_qwen35(const uint8_t *p, const uint8_t *end)
+{
+    return scan_cl100k_family(p, end, 1, NBI_CLASS_LETTER | NBI_CLASS_MARK);
 }
 
 static size_t scan_gpt2(const uint8_t *p, const uint8_t *end)
 {
+    const uint8_t known = NBI_CLASS_LETTER | NBI_CLASS_NUMBER | NBI_CLASS_SPACE;
     size_t len, next;
-    if (p[0] == '\'' && (next = scan_contraction(p, end, false)) != 0) return next;
-    uint8_t class = peek(p, &len);
+    if (p[0] == '\'' && (next = nbi_scan_contraction(p, end, false)) != 0) return next;
+    uint8_t class = nbi_scan_peek(p, &len);
     const uint8_t *q = p + len;
-    if (p[0] == ' ' && q < end && !((class = peek(q, &next)) & NBI_CLASS_SPACE)) q += next;
-    if (class & NBI_CLASS_SPACE) return scan_spaces(p, end, false);
-    return (size_t)(skip(q, end, class, SIZE_MAX) - p);
+    if (p[0] == ' ' && q < end && !((class = nbi_scan_peek(q, &next)) & NBI_CLASS_SPACE)) q += next;
+    if (class & NBI_CLASS_SPACE) return nbi_scan_spaces(p, end, false);
+    if (class & NBI_CLASS_LETTER)
+        q = nbi_scan_skip(q, end, NBI_CLASS_LETTER, SIZE_MAX);
+    else if (class & NBI_CLASS_NUMBER)
+        q = nbi_scan_skip(q, end, NBI_CLASS_NUMBER, SIZE_MAX);
+    else
+        q = nbi_scan_skip_others(q, end, known);
+    return (size_t)(q - p);
 }
 
-static const struct {
-    const char *name, *regex;
-    nbi_scan scan;
-} known[] = {
+#define CONTRACTION "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+#define SPACES      "|\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+"
+/* `[UXM]*[LXM]+` and `[UXM]+[LXM]*` of the o200k family. */
+#define CASED_LOWER \
+    "[^\\r\\n\\p{L}\\p{N}]?[\\p{Lu}\\p{Lt}\\p{Lm}\\p{Lo}\\p{M}]*[\\p{Ll}\\p{Lm}\\p{Lo}\\p{M}]+"
+#define CASED_UPPER \
+    "[^\\r\\n\\p{L}\\p{N}]?[\\p{Lu}\\p{Lt}\\p{Lm}\\p{Lo}\\p{M}]+[\\p{Ll}\\p{Lm}\\p{Lo}\\p{M}]*"
+/* Public DeepSeek files have the two line ends in the pattern themselves. */
+#define DEEPSEEK_WORDS(newlines)                                                          \
+    "[!\"#$%&'()*+,\\-./:;<=>?@\\[\\\\\\]^_`{|}~][A-Za-z]+|[^" newlines                   \
+    "\\p{L}\\p{P}\\p{S}]?[\\p{L}\\p{M}]+| ?[\\p{P}\\p{S}]+[" newlines "]*|\\s*[" newlines \
+    "]+|\\s+(?!\\S)|\\s+"
+
+static const nbi_known_pattern known_patterns[] = {
     {"cl100k (GLM-4, GLM-5, Llama 3)",
-     "(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\\r\\n\\p{L}\\p{N}]?\\p{L}+|\\p{N}{1,3}| "
-     "?[^\\s\\p{L}\\p{N}]+[\\r\\n]*|\\s*[\\r\\n]+"
-     "|\\s+(?!\\S)|\\s+",
-     scan_cl100k},
+     CONTRACTION "|[^\\r\\n\\p{L}\\p{N}]?\\p{L}+|\\p{N}{1,3}| ?[^\\s\\p{L}\\p{N}]+[\\r\\n]*" SPACES,
+     scan_cl100k, false},
     {"Qwen2, Qwen3",
-     "(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\\r\\n\\p{L}\\p{N}]?\\p{L}+|\\p{N}| "
-     "?[^\\s\\p{L}\\p{N}]+[\\r\\n]*|\\s*[\\r\\n]+"
-     "|\\s+(?!\\S)|\\s+",
-     scan_qwen2},
+     CONTRACTION "|[^\\r\\n\\p{L}\\p{N}]?\\p{L}+|\\p{N}| ?[^\\s\\p{L}\\p{N}]+[\\r\\n]*" SPACES,
+     scan_qwen2, false},
+    {"Qwen3.5",
+     CONTRACTION "|[^\\r\\n\\p{L}\\p{N}]?[\\p{L}\\p{M}]+|\\p{N}| ?[^\\s\\p{L}\\p{M}\\p{N}]+"
+                 "[\\r\\n]*" SPACES,
+     scan_qwen35, false},
     {"cl100k, as first published",
      "'(?i:[sdmt]|ll|ve|re)|[^\\r\\n\\p{L}\\p{N}]?+\\p{L}+|\\p{N}{1,3}| "
-     "?[^\\s\\p{L}\\p{N}]++[\\r\\n]*|\\s*[\\r\\n]"
-     "|\\s+(?!\\S)|\\s+",
-     scan_cl100k},
+     "?[^\\s\\p{L}\\p{N}]++[\\r\\n]*|\\s*[\\r\\n]|\\s+(?!\\S)|\\s+",
+     scan_cl100k, false},
     {"GPT-2", "'(?:[sdmt]|ll|ve|re)| ?\\p{L}+| ?\\p{N}+| ?[^\\s\\p{L}\\p{N}]+|\\s+(?!\\S)|\\s+",
-     scan_gpt2},
+     scan_gpt2, false},
     {"GPT-2, as first published",
      "'s|'t|'re|'ve|'m|'ll|'d| ?\\p{L}+| ?\\p{N}+| ?[^\\s\\p{L}\\p{N}]+|\\s+(?!\\S)|\\s+",
-     scan_gpt2},
+     scan_gpt2, false},
+    {"o200k (GPT-4o, gpt-oss)",
+     CASED_LOWER CONTRACTION "?|" CASED_UPPER CONTRACTION
+                             "?|\\p{N}{1,3}| ?[^\\s\\p{L}\\p{N}]+[\\r\\n/]*" SPACES,
+     nbi_scan_o200k, false},
+    {"Tekken (Mistral)",
+     CASED_LOWER "|" CASED_UPPER "|\\p{N}| ?[^\\s\\p{L}\\p{N}]+[\\r\\n/]*" SPACES, nbi_scan_tekken,
+     false},
+    {"DeepSeek V3, numbers", "\\p{N}{1,3}", nbi_scan_number_triple, true},
+    {"DeepSeek V3, Han and kana",
+     "[\xE4\xB8\x80-\xE9\xBE\xA5\xE3\x81\x80-\xE3\x82\x9F\xE3\x82\xA0-\xE3\x83\xBF]+",
+     nbi_scan_deepseek_han_kana, true},
+    {"DeepSeek V3, words", DEEPSEEK_WORDS("\r\n"), nbi_scan_deepseek_words, true},
+    {"DeepSeek V3, words, with escapes", DEEPSEEK_WORDS("\\r\\n"), nbi_scan_deepseek_words, true},
+    {"single numbers", "\\p{N}", nbi_scan_number, true},
+    {"runs of numbers", "\\p{N}+", nbi_scan_number_run, true},
 };
 
-bool nbi_scan_known(uint32_t index, const char **name, const char **regex, nbi_scan *scan)
+const nbi_known_pattern *nbi_pattern_known_at(size_t index)
 {
-    if (index >= sizeof known / sizeof *known) return false;
-    *name = known[index].name;
-    *regex = known[index].regex;
-    *scan = known[index].scan;
-    return true;
+    return index < sizeof known_patterns / sizeof *known_patterns ? &known_patterns[index] : NULL;
 }
 
-nbi_scan nbi_scan_lookup(const char *regex, size_t n)
+const nbi_known_pattern *nbi_pattern_known(const char *regex, size_t n)
 {
-    for (size_t i = 0; i < sizeof known / sizeof *known; i++)
-        if (strlen(known[i].regex) == n && memcmp(known[i].regex, regex, n) == 0) {
+    for (size_t i = 0; i < sizeof known_patterns / sizeof *known_patterns; i++)
+        if (strlen(known_patterns[i].regex) == n &&
+            memcmp(known_patterns[i].regex, regex, n) == 0) {
             nbi_char_class_init();
-            return known[i].scan;
+            return &known_patterns[i];
         }
     return NULL;
 }

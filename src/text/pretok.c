@@ -12,7 +12,7 @@
 #define GPT2_PATTERN \
     "'(?:[sdmt]|ll|ve|re)| ?\\p{L}+| ?\\p{N}+| ?[^\\s\\p{L}\\p{N}]+|\\s+(?!\\S)|\\s+"
 
-typedef enum cut_kind { CUT_REGEX, CUT_LITERAL, CUT_NUMBERS, CUT_PUNCTUATION, CUT_SPACES } cut_kind;
+typedef enum cut_kind { CUT_REGEX, CUT_LITERAL, CUT_SCAN, CUT_PUNCTUATION, CUT_SPACES } cut_kind;
 
 /* What becomes of matches (and, with `invert`, of what lies between them). */
 typedef enum cut_rule {
@@ -29,7 +29,7 @@ typedef struct cut {
     bool invert;
     bool prefix_space;    /* ByteLevel: put a space in front unless there is one */
     nbi_pattern *pattern; /* CUT_REGEX */
-    nbi_scan scan; /* its hand-written equal, when the rule keeps every match and nothing else */
+    nbi_scan scan; /* CUT_SCAN; or the pattern's hand-written equal, when the rule keeps all text */
     char *literal;
     size_t n_literal;
 } cut;
@@ -62,8 +62,10 @@ static nb_status use_regex(cut *c, const char *regex, size_t n, const char *name
 {
     c->kind = CUT_REGEX;
     NB_TRY(nbi_pattern_compile(&c->pattern, regex, n, name, err));
-    if (c->rule == RULE_ISOLATED || (c->rule == RULE_REMOVED && c->invert))
-        c->scan = nbi_scan_lookup(regex, n);
+    const nbi_known_pattern *known = nbi_pattern_known(regex, n);
+    if (known &&
+        (c->rule == RULE_ISOLATED || (c->rule == RULE_REMOVED && c->invert && !known->gaps)))
+        c->scan = known->scan;
     return NB_OK;
 }
 
@@ -114,8 +116,9 @@ static nb_status parse_simple(cut *c, const char *type, const json_t *spec, cons
     if (strcmp(type, "Digits") == 0) {
         bool single = false;
         NB_TRY(nbi_json_bool(&single, spec, "individual_digits", name, err));
-        c->kind = CUT_NUMBERS;
-        c->rule = single ? RULE_ISOLATED : RULE_CONTIGUOUS;
+        nbi_char_class_init();
+        c->kind = CUT_SCAN;
+        c->scan = single ? nbi_scan_number : nbi_scan_number_run;
         return NB_OK;
     }
     if (strcmp(type, "Punctuation") == 0) {
@@ -217,11 +220,8 @@ static nb_status run_cut(run *r, size_t step, text_span text);
 
 static bool is_match(cut_kind kind, uint32_t cp)
 {
-    int category;
     if (kind == CUT_SPACES) return nbi_unicode_is_space(cp);
-    category = nbi_unicode_category(cp);
-    if (kind == CUT_NUMBERS)
-        return category >= UTF8PROC_CATEGORY_ND && category <= UTF8PROC_CATEGORY_NO;
+    int category = nbi_unicode_category(cp);
     if (cp < 0x80) return cp > ' ' && cp < 0x7F && !(nbi_unicode_is_word(cp) && cp != '_');
     return category >= UTF8PROC_CATEGORY_PC && category <= UTF8PROC_CATEGORY_PO;
 }

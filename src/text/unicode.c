@@ -92,11 +92,23 @@ static uint8_t class_of(uint32_t cp, int category)
 {
     if (nbi_unicode_is_space(cp))
         return cp == '\r' || cp == '\n' ? NBI_CLASS_SPACE | NBI_CLASS_NEWLINE : NBI_CLASS_SPACE;
-    if (category >= UTF8PROC_CATEGORY_LU && category <= UTF8PROC_CATEGORY_LO)
-        return NBI_CLASS_LETTER;
-    if (category >= UTF8PROC_CATEGORY_ND && category <= UTF8PROC_CATEGORY_NO)
-        return NBI_CLASS_NUMBER;
-    return 0;
+    switch (category) {
+    case UTF8PROC_CATEGORY_LU:
+    case UTF8PROC_CATEGORY_LT: return NBI_CLASS_UPPER;
+    case UTF8PROC_CATEGORY_LL: return NBI_CLASS_LOWER;
+    case UTF8PROC_CATEGORY_LM:
+    case UTF8PROC_CATEGORY_LO: return NBI_CLASS_UNCASED;
+    case UTF8PROC_CATEGORY_MN:
+    case UTF8PROC_CATEGORY_MC:
+    case UTF8PROC_CATEGORY_ME: return NBI_CLASS_MARK;
+    case UTF8PROC_CATEGORY_ND:
+    case UTF8PROC_CATEGORY_NL:
+    case UTF8PROC_CATEGORY_NO: return NBI_CLASS_NUMBER;
+    default:
+        return category >= UTF8PROC_CATEGORY_PC && category <= UTF8PROC_CATEGORY_SO
+                   ? NBI_CLASS_SYMBOL
+                   : 0;
+    }
 }
 
 static void class_fill(void)

@@ -70,11 +70,17 @@ bool nbi_unicode_is_space(uint32_t cp);
  */
 bool nbi_unicode_is_word(uint32_t cp);
 
-/* Classes for the hand-written scanners: one byte per character, made once per process. */
-#define NBI_CLASS_LETTER  1
-#define NBI_CLASS_NUMBER  2
-#define NBI_CLASS_SPACE   4
-#define NBI_CLASS_NEWLINE 8 /* \r and \n, together with NBI_CLASS_SPACE */
+/* Classes for the hand-written scanners: a byte of flags per character, made once per process.
+ * None: control, format, private and unassigned characters that are not spaces. */
+#define NBI_CLASS_UPPER   0x01 /* Lu and Lt */
+#define NBI_CLASS_LOWER   0x02 /* Ll */
+#define NBI_CLASS_UNCASED 0x04 /* Lm and Lo */
+#define NBI_CLASS_LETTER  0x07 /* any of the three */
+#define NBI_CLASS_MARK    0x08
+#define NBI_CLASS_NUMBER  0x10
+#define NBI_CLASS_SYMBOL  0x20 /* P and S */
+#define NBI_CLASS_SPACE   0x40 /* White_Space, alone or with the next */
+#define NBI_CLASS_NEWLINE 0x80 /* \r and \n */
 
 /* Makes the table; must have returned once before nbi_char_class() is used by any thread.
  * Thread-safe. */

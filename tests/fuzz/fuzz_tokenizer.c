@@ -1,11 +1,17 @@
 /* Fuzz target: tokenizer.json, then text through it. The input is a file, a line feed and 0xFF, and
- * text; without that mark it is all file and some fixed texts are used. */
+ * text; without that mark it is all file and some fixed texts are used. The text also goes through
+ * every hand-written scanner, whose pieces must be those of PCRE2. */
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "base/mem.h"
+#include "text/pattern.h"
 #include "text/tokenizer.h"
+#include "text/unicode.h"
+
+#define SCANNERS 14  /* known patterns */
+#define SCAN_MAX 512 /* bytes of text that are compared */
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
 
@@ -22,6 +28,41 @@ static void check(const nbi_tokenizer *t, const char *text, size_t n, bool speci
     nbi_ids_free(&ids);
 }
 
+/* Kept for the life of the process. */
+static nbi_pattern *patterns[SCANNERS];
+static nbi_matcher *matcher;
+
+static void make_patterns(void)
+{
+    if (matcher) return;
+    if (nbi_pattern_known_at(SCANNERS) || nbi_matcher_create(&matcher, NULL) != NB_OK) abort();
+    for (size_t i = 0; i < SCANNERS; i++) {
+        const char *regex = nbi_pattern_known_at(i)->regex;
+        if (!nbi_pattern_known(regex, strlen(regex)) || /* makes the scanner's tables */
+            nbi_pattern_compile(&patterns[i], regex, strlen(regex), "fuzz", NULL) != NB_OK)
+            abort();
+    }
+}
+
+static void check_scanners(const uint8_t *text, size_t n)
+{
+    make_patterns();
+    n = nbi_utf8_valid_prefix(text, n < SCAN_MAX ? n : SCAN_MAX);
+    for (size_t i = 0; i < SCANNERS; i++) {
+        const nbi_known_pattern *known = nbi_pattern_known_at(i);
+        for (size_t at = 0, next; at < n; at = next) {
+            size_t start, end;
+            nb_status st = nbi_pattern_find(patterns[i], matcher, (const char *)text, n, at, &start,
+                                            &end, NULL);
+            next = st == NB_NOT_FOUND ? n : start > at ? start : end;
+            if ((st != NB_OK && st != NB_NOT_FOUND) ||
+                (!known->gaps && (st != NB_OK || start > at)) ||
+                known->scan(text + at, text + n) != next - at)
+                abort();
+        }
+    }
+}
+
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
 {
     static const char fixed[] = "Hello, w\xC3\xB6rld 123\r\n\r\n  don't \xF0\x9F\x99\x82 <|user|> "
@@ -36,6 +77,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
         n_text = size - i - 2;
         break;
     }
+    check_scanners((const uint8_t *)text, n_text);
     nbi_tokenizer *t = NULL;
     nb_error err;
     if (nbi_tokenizer_parse(&t, (const char *)data, n_file, "fuzz", &err) != NB_OK) return 0;

@@ -17,12 +17,15 @@ GPT2_FIRST = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(
 O200K = (r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
          r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
          r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+")
-DEEPSEEK = [
-    r"\p{N}{1,3}",
-    r"[一-龥぀-ゟ゠-ヿ]+",
-    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+",
-]
+QWEN35 = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+"
+          r"|\s+(?!\S)|\s+")
+TEKKEN = (r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+          r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+          r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+")
+DEEPSEEK_WORDS = (r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
+                  r"""| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+""")
+# The public files have the two line ends themselves, not their escapes.
+DEEPSEEK = [r"\p{N}{1,3}", r"[一-龥぀-ゟ゠-ヿ]+", DEEPSEEK_WORDS.replace(r"\r\n", "\r\n")]
 GLM_SPECIAL = ["<|endoftext|>", "[MASK]", "[gMASK]", "[sMASK]", "<sop>", "<eop>", "<|system|>", "<|user|>", "<|assistant|>",
                "<|observation|>"]
 GLM_PLAIN = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<arg_key>",
@@ -84,10 +87,15 @@ STYLES = {
     "glm_inverted": lambda: train(seq(split(CL100K, "removed", True))),
     "cl100k_first": lambda: train(seq(split(CL100K_FIRST))),
     "qwen2": lambda: train(seq(split(QWEN2)), normalizers.NFC()),
+    "qwen35": lambda: train(seq(split(QWEN35)), normalizers.NFC()),
     "deepseek": lambda: train(seq(*[split(p) for p in DEEPSEEK]), normalizers.Sequence([])),
-    "digits": lambda: train(seq(pre_tokenizers.Digits(True), split(DEEPSEEK[2]))),
+    "digits": lambda: train(seq(pre_tokenizers.Digits(True), split(DEEPSEEK_WORDS))),
     "digit_runs": lambda: train(seq(pre_tokenizers.Digits(False), split(CL100K))),
     "o200k": lambda: train(seq(split(O200K))),
+    "tekken": lambda: train(seq(split(TEKKEN))),
+    "starcoder": lambda: train(pre_tokenizers.Sequence([
+        pre_tokenizers.Digits(True), pre_tokenizers.ByteLevel(add_prefix_space=False)])),
+    "only_numbers": lambda: train(seq(split(r"\p{N}+", "removed", True), split(r"\p{N}"))),
     "gpt2": lambda: train(pre_tokenizers.ByteLevel(add_prefix_space=False)),
     "gpt2_prefix": lambda: train(pre_tokenizers.ByteLevel(add_prefix_space=True)),
     "gpt2_first": lambda: legacy(train(seq(split(GPT2_FIRST)))),

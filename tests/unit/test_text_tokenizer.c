@@ -1,5 +1,5 @@
-/* text/tokenizer.h on a small file made here: scanners against PCRE2, guards, threads, memory
- * failures, time on long runs. The comparison with the reference library is in tests/text. */
+/* text/tokenizer.h on a small file made here: guards, threads, memory failures, time on long runs.
+ * The comparison with the reference library is in tests/text. */
 #include "cmocka_all.h"
 
 #include <pthread.h>
@@ -11,106 +11,7 @@
 #include "base/json.h"
 #include "base/mem.h"
 #include "base/utf8.h"
-#include "text/pattern.h"
 #include "text/tokenizer.h"
-#include "text/unicode.h"
-
-static unsigned seed = 1;
-
-static unsigned next_random(unsigned n)
-{
-    seed = seed * 1664525u + 1013904223u;
-    return (seed >> 8) % n;
-}
-
-static size_t random_text(char *out, size_t n_chars)
-{
-    static const char *const likely[] = {" ",
-                                         "  ",
-                                         "\n",
-                                         "\r\n",
-                                         "\t",
-                                         "'",
-                                         "'s",
-                                         "'LL",
-                                         "'Ve",
-                                         "'\xC5\xBF",
-                                         "a",
-                                         "Zz",
-                                         "7",
-                                         "42",
-                                         ".",
-                                         "!?",
-                                         "_",
-                                         "\xC2\xA0",
-                                         "\xE3\x80\x80",
-                                         "\xC3\xA9",
-                                         "\xCC\x81",
-                                         "\xE2\x91\xA0",
-                                         "\xE1\xA0\x8E",
-                                         "\xE9\xBE\x98",
-                                         "\xF0\x9F\x99\x82",
-                                         "\xF0\x90\xB5\x80"};
-    size_t n = 0;
-    for (size_t i = 0; i < n_chars; i++) {
-        if (next_random(3)) {
-            const char *s = likely[next_random(sizeof likely / sizeof *likely)];
-            memcpy(out + n, s, strlen(s));
-            n += strlen(s);
-        } else {
-            uint32_t cp = next_random(2) ? next_random(0x3000) : next_random(0x110000);
-            if (cp >= 0xD800 && cp < 0xE000) cp = 'x';
-            n += nbi_utf8_put(out + n, cp);
-        }
-    }
-    return n;
-}
-
-static void test_scanners_equal_pcre2(void **state)
-{
-    (void)state;
-    const char *name, *regex;
-    nbi_scan scan;
-    for (uint32_t i = 0; nbi_scan_known(i, &name, &regex, &scan); i++) {
-        nbi_pattern *pattern = NULL;
-        nbi_matcher *matcher = NULL;
-        assert_ptr_equal(nbi_scan_lookup(regex, strlen(regex)), scan);
-        assert_null(nbi_scan_lookup(regex, strlen(regex) - 1));
-        assert_int_equal(nbi_pattern_compile(&pattern, regex, strlen(regex), name, NULL), NB_OK);
-        assert_int_equal(nbi_matcher_create(&matcher, NULL), NB_OK);
-        for (int round = 0; round < 20000; round++) {
-            char text[512];
-            size_t n = random_text(text, 1 + next_random(40)), start, end;
-            for (size_t at = 0; at < n; at = end) {
-                assert_int_equal(
-                    nbi_pattern_find(pattern, matcher, text, n, at, &start, &end, NULL), NB_OK);
-                size_t k = scan((const uint8_t *)text + at, (const uint8_t *)text + n);
-                if (start != at || k != end - at) {
-                    print_error("%s: at %zu of \"%.*s\": PCRE2 %zu..%zu, scanner %zu\n", name, at,
-                                (int)n, text, start, end, k);
-                    fail();
-                }
-            }
-        }
-        nbi_matcher_free(&matcher);
-        nbi_pattern_free(&pattern);
-    }
-}
-
-static void test_patterns_refused(void **state)
-{
-    (void)state;
-    static const char *const bad[] = {"[a[b]]",        "[a&&b]", "(*VERB)", "(?R)", "[\\W]", "(",
-                                      "\\p{Nonsense}", "a\\",    "[a",      "\\p{", "[]"};
-    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
-        nbi_pattern *p = NULL;
-        nb_error err = {.status = NB_OK};
-        assert_int_equal(nbi_pattern_compile(&p, bad[i], strlen(bad[i]), "here", &err),
-                         NB_UNSUPPORTED);
-        assert_null(p);
-        assert_non_null(strstr(err.text, "here"));
-    }
-}
 
 /* All 256 bytes, and merges for a few words. */
 static char *make_file(const char *extra_added)
@@ -329,12 +230,8 @@ static void test_out_of_memory(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_scanners_equal_pcre2),
-        cmocka_unit_test(test_patterns_refused),
-        cmocka_unit_test(test_small),
-        cmocka_unit_test(test_guarded_ranges),
-        cmocka_unit_test(test_long_piece),
-        cmocka_unit_test(test_threads),
+        cmocka_unit_test(test_small),         cmocka_unit_test(test_guarded_ranges),
+        cmocka_unit_test(test_long_piece),    cmocka_unit_test(test_threads),
         cmocka_unit_test(test_out_of_memory),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
