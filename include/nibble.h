@@ -153,6 +153,11 @@ void nb_engine_get_info(const nb_engine *engine, nb_engine_info *info);
 /* Makes the engine step in a thread of its own until nb_engine_close(). */
 nb_status nb_engine_start(nb_engine *engine, nb_error *error);
 
+/* `after` is called from the engine's thread behind a step that wrote events, once, when every
+ * request's own `notify` was: wake-ups can be left to it. Must not block. NULL: none; when that
+ * returns, the one before is not called any more. */
+void nb_engine_on_step(nb_engine *engine, void (*after)(void *user), void *user);
+
 /* One step by the caller. *worked is false when nothing was waiting or running. */
 nb_status nb_engine_step(nb_engine *engine, bool *worked, nb_error *error);
 
@@ -327,6 +332,8 @@ typedef struct nb_request_options {
     void *notify_user;
     uint64_t arrival_ns; /* when it came in, on CLOCK_MONOTONIC; 0: now. For the distributions */
     nb_count count;
+    uint32_t notify_events; /* notify only for the first token, for the end, and when so many events
+                               wait (at most 64); 0 is 1 */
 } nb_request_options;
 
 /* Checks and queues a request; everything it will need is allocated here. NB_INVALID names the

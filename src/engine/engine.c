@@ -306,6 +306,7 @@ nb_status nb_engine_open(nb_engine **out, const nb_engine_options *o, nb_error *
     nb_engine *e = nbi_calloc(1, sizeof *e);
     if (!e) return nbi_fail(err, NB_NO_MEMORY, "engine: out of memory");
     pthread_mutex_init(&e->lock, NULL);
+    pthread_mutex_init(&e->step_lock, NULL);
     pthread_cond_init(&e->work, NULL);
     atomic_init(&e->seed_counter, nbi_now_ns());
     nbi_meter_init(e);
@@ -342,6 +343,7 @@ static void end_all(nb_engine *e, nb_finish finish, const char *why)
         nbi_request_unref(r);
         r = next;
     }
+    nbi_engine_after_step(e);
 }
 
 static void stop_thread(nb_engine *e)
@@ -371,6 +373,7 @@ void nb_engine_close(nb_engine **engine)
     nbi_backend_close(&e->backend);
     nbi_arena_free(&e->strings);
     pthread_mutex_destroy(&e->lock);
+    pthread_mutex_destroy(&e->step_lock);
     pthread_cond_destroy(&e->work);
     nbi_free(e);
     *engine = NULL;
@@ -399,6 +402,23 @@ nb_status nb_engine_step(nb_engine *e, bool *worked, nb_error *err)
     return nbi_fail(err, st, "%s", why.text);
 }
 
+void nbi_engine_after_step(nb_engine *e)
+{
+    if (!e->notified) return;
+    e->notified = false;
+    pthread_mutex_lock(&e->step_lock);
+    if (e->after_step) e->after_step(e->after_step_user);
+    pthread_mutex_unlock(&e->step_lock);
+}
+
+void nb_engine_on_step(nb_engine *e, void (*after)(void *user), void *user)
+{
+    pthread_mutex_lock(&e->step_lock);
+    e->after_step = after;
+    e->after_step_user = user;
+    pthread_mutex_unlock(&e->step_lock);
+}
+
 /* Steps while there is work, sleeps otherwise. A step without work although requests run means
  * their readers are behind: a read wakes us. */
 static void *thread_main(void *arg)
@@ -421,6 +441,7 @@ nb_status nb_engine_start(nb_engine *e, nb_error *err)
     if (e->has_thread) return NB_OK;
     int rc = pthread_create(&e->thread, NULL, thread_main, e);
     if (rc) return nbi_fail(err, NB_INTERNAL, "engine: cannot start a thread: %s", strerror(rc));
+    pthread_setname_np(e->thread, "engine");
     e->has_thread = true;
     return NB_OK;
 }

@@ -99,6 +99,7 @@ struct nb_request {
     bool closed;
     void (*notify)(void *user);
     void *notify_user;
+    uint32_t notify_events; /* at least 1 */
     char error[NB_ERROR_TEXT_MAX];
 };
 
@@ -135,6 +136,11 @@ struct nb_engine {
     uint64_t workspace_bytes;
     const char *model_name;
 
+    pthread_mutex_t step_lock; /* guards the two below */
+    void (*after_step)(void *user);
+    void *after_step_user;
+    bool notified; /* some request was, since after_step was called; the step's */
+
     nb_request **running; /* [max_running] in order of admission; the step's */
     uint32_t n_running;
 
@@ -165,6 +171,8 @@ void nbi_step_batch_add(nbi_step_batch *batch, nb_request *r, uint32_t rows);
 
 /* ---- scheduler.c: one step */
 nb_status nbi_engine_step_once(nb_engine *e, bool *worked, nb_error *err);
+/* Calls after_step when events were written. */
+void nbi_engine_after_step(nb_engine *e);
 /* Samples the batch's logit rows into sample_out. */
 nb_status nbi_engine_sample(nb_engine *e, nbi_step_batch *b, float *logits, nb_error *err);
 

@@ -54,7 +54,11 @@ static void push_event(nb_request *r, const nb_event *event, uint32_t place)
     r->ended = event->finish != NB_FINISH_NONE;
     r->finish = event->finish;
     pthread_cond_signal(&r->readable);
-    if (r->notify && !r->closed) r->notify(r->notify_user);
+    bool first = r->n_tokens == r->n_prompt + 1; /* somebody may measure the time to it */
+    bool enough = first || r->ended || r->count >= r->notify_events;
+    if (!r->notify || r->closed || !enough) return;
+    r->notify(r->notify_user);
+    r->engine->notified = true;
 }
 
 static float finite_logprob(float x)

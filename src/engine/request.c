@@ -156,6 +156,8 @@ static nb_status fill(nb_request *r, nb_engine *e, const nb_request_options *o, 
     r->notify = o->notify;
     r->notify_user = o->notify_user;
     nbi_meter_submit(r, o);
+    r->notify_events = o->notify_events ? o->notify_events : 1;
+    if (r->notify_events > NBI_EVENTS_MAX / 2) r->notify_events = NBI_EVENTS_MAX / 2;
     return NB_OK;
 }
 

@@ -305,6 +305,16 @@ static void deliver_all(nb_engine *e)
     pthread_mutex_unlock(&e->lock);
 }
 
+/* What runs and is used: known before anybody hears of the step. */
+static void publish(nb_engine *e)
+{
+    pthread_mutex_lock(&e->lock);
+    e->stats.n_running = e->n_running;
+    e->stats.kv_tokens_used = (uint64_t)(e->pool.n_pages - nbi_kv_pages_free(e)) * NBI_PAGE_TOKENS;
+    e->stats.kv_tokens_cached = (uint64_t)e->prefix.n_cached * NBI_PAGE_TOKENS;
+    pthread_mutex_unlock(&e->lock);
+}
+
 nb_status nbi_engine_sample(nb_engine *e, nbi_step_batch *b, float *logits, nb_error *err)
 {
     e->backend->ops->sample(e->backend,
@@ -325,6 +335,10 @@ static nb_status run(nb_engine *e, nb_error *err)
     NB_TRY(nbi_model_forward(e->model, &e->kv, &b->view, &logits, err));
     if (b->view.n_logit_rows) NB_TRY(nbi_engine_sample(e, b, logits, err));
     deliver_all(e);
+    publish(e);
+    nbi_heap_allow();
+    nbi_engine_after_step(e);
+    nbi_heap_forbid();
     return e->n_draft_steps ? nbi_engine_draft(e, err) : NB_OK;
 }
 
@@ -332,6 +346,8 @@ nb_status nbi_engine_step_once(nb_engine *e, bool *worked, nb_error *err)
 {
     reap_running(e);
     reap_waiting(e);
+    if (e->notified) publish(e);
+    nbi_engine_after_step(e); /* what was cancelled need not wait for this step */
     admit(e);
     nbi_heap_forbid();
     build(e);
@@ -341,10 +357,6 @@ nb_status nbi_engine_step_once(nb_engine *e, bool *worked, nb_error *err)
     if (e->batch.view.n_rows) nbi_meter_step(e, begin_ns, e->batch.view.n_rows);
     nbi_heap_allow();
     *worked = e->batch.view.n_rows > 0;
-    pthread_mutex_lock(&e->lock);
-    e->stats.n_running = e->n_running;
-    e->stats.kv_tokens_used = (uint64_t)(e->pool.n_pages - nbi_kv_pages_free(e)) * NBI_PAGE_TOKENS;
-    e->stats.kv_tokens_cached = (uint64_t)e->prefix.n_cached * NBI_PAGE_TOKENS;
-    pthread_mutex_unlock(&e->lock);
+    publish(e);
     return st;
 }

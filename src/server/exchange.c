@@ -8,6 +8,7 @@
 #include "base/log.h"
 #include "server/cors.h"
 #include "server/http.h"
+#include "server/sender.h"
 
 /* libmicrohttpd takes at most this much of a stream at a time. */
 #define STREAM_BLOCK_BYTES 16384
@@ -51,6 +52,7 @@ nbi_exchange *nbi_exchange_create(nbi_server *server, struct MHD_Connection *con
     atomic_init(&ex->gone, false);
     atomic_init(&ex->look_ns, 0);
     atomic_init(&ex->started, false);
+    atomic_init(&ex->writable, false);
     pthread_mutex_init(&ex->lock, NULL);
     enter(server, ex);
     return ex;
@@ -98,17 +100,35 @@ uint32_t nbi_exchanges_abort(nbi_server *server, const char *id)
     return n;
 }
 
+int nbi_exchange_socket(const nbi_exchange *ex)
+{
+    const union MHD_ConnectionInfo *info =
+        MHD_get_connection_info(ex->conn, MHD_CONNECTION_INFO_CONNECTION_FD);
+    return info ? info->connect_fd : -1;
+}
+
 /* ---------------------------------------------------------------- waiting */
 
-void nbi_exchange_wake(nbi_exchange *ex)
+/* The sender is not woken yet: the engine does that once, when a step has told every request. */
+static void on_event(void *user)
 {
+    nbi_exchange *ex = user;
     pthread_mutex_lock(&ex->lock);
     ex->signalled = true;
-    if (ex->suspended) {
+    if (ex->direct) {
+        nbi_sender_push(ex);
+    } else if (ex->suspended) {
         ex->suspended = false;
         MHD_resume_connection(ex->conn);
     }
     pthread_mutex_unlock(&ex->lock);
+}
+
+void nbi_exchange_wake(nbi_exchange *ex)
+{
+    nbi_server *server = ex->server; /* the exchange may be gone behind on_event() */
+    on_event(ex);
+    if (server->sender) nbi_sender_kick(server);
 }
 
 static void on_notify(void *user)
@@ -132,6 +152,7 @@ static bool suspend(nbi_exchange *ex)
     bool wait = !ex->signalled;
     if (wait) {
         ex->suspended = true;
+        ex->direct = nbi_sender_takes(ex);
         MHD_suspend_connection(ex->conn);
     }
     pthread_mutex_unlock(&ex->lock);
@@ -148,8 +169,7 @@ static void look_at_clock(nbi_exchange *ex)
     atomic_store(&ex->look_ns, now + LOOK_NS);
 }
 
-/* Moves the job on as far as it goes. */
-static void work(nbi_exchange *ex)
+void nbi_exchange_work(nbi_exchange *ex)
 {
     begin_work(ex);
     if (atomic_load(&ex->server->phase) == NBI_SERVER_STOPPING && !nbi_job_finished(ex->job)) {
@@ -220,6 +240,7 @@ static ssize_t read_stream(void *cls, uint64_t pos, char *buf, size_t max)
 {
     nbi_exchange *ex = cls;
     (void)pos;
+    if (ex->broken) return MHD_CONTENT_READER_END_WITH_ERROR;
     while (ex->out_done == ex->out.len) {
         nbi_buf_clear(&ex->out);
         ex->out_done = 0;
@@ -228,7 +249,7 @@ static ssize_t read_stream(void *cls, uint64_t pos, char *buf, size_t max)
             return ex->job->cut ? MHD_CONTENT_READER_END_WITH_ERROR
                                 : MHD_CONTENT_READER_END_OF_STREAM;
         }
-        work(ex);
+        nbi_exchange_work(ex);
         if (atomic_load(&ex->gone)) return MHD_CONTENT_READER_END_WITH_ERROR;
         bool idle = !ex->out.len && !ex->job->ended;
         nbi_peers_step(&ex->server->peers, ex->conn, idle ? NBI_PEER_WORK : NBI_PEER_REPLY,
@@ -253,6 +274,8 @@ static enum MHD_Result begin_stream(nbi_exchange *ex)
     MHD_add_response_header(response, "X-Accel-Buffering", "no");
     nbi_cors_add_headers(ex, response);
     nbi_trace_reply(ex, response, MHD_HTTP_OK);
+    ex->plain_chunks =
+        ex->http_1_1 && !MHD_get_connection_info(ex->conn, MHD_CONNECTION_INFO_PROTOCOL);
     enum MHD_Result result = MHD_queue_response(ex->conn, MHD_HTTP_OK, response);
     MHD_destroy_response(response);
     return result;
@@ -269,8 +292,8 @@ static nb_status open_job(nbi_exchange *ex, const nbi_surface *surface)
         NB_TRY(nbi_body_parse(&root, ex->body.data, ex->body.len, &ex->error));
     }
     nbi_exchange_drop_body(ex);
-    nb_status status =
-        nbi_job_open(&job, surface, ex->server->served, root, on_notify, ex, &ex->error);
+    const nbi_job_hooks hooks = {.notify = on_notify, .event = on_event, .user = ex};
+    nb_status status = nbi_job_open(&job, surface, ex->server->served, root, &hooks, &ex->error);
     json_decref(root);
     pthread_mutex_lock(&ex->server->lock);
     ex->job = job;
@@ -290,7 +313,7 @@ enum MHD_Result nbi_exchange_continue(nbi_exchange *ex)
     for (;;) {
         if (job->params.stream && !job->error.http && !nbi_job_is_pending(job))
             return begin_stream(ex);
-        work(ex);
+        nbi_exchange_work(ex);
         if (atomic_load(&ex->gone)) return MHD_NO;
         if (job->error.http || (!job->params.stream && nbi_job_finished(job))) {
             nbi_buf body = {0};

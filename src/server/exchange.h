@@ -1,13 +1,14 @@
 /* One HTTP request and its reply, between libmicrohttpd and the API.
  *
- * Threads: an exchange belongs to the HTTP thread of its connection. Three others touch it: the
- * engine's thread (nbi_exchange_wake), the watcher (finds it in the server's list by its serial,
- * under the server's lock) and nbi_server_stop() (likewise). It leaves that list before anything of
- * it is freed, and its requests are closed, after which the engine does not call, before it is.
+ * Threads: an exchange belongs to the HTTP thread of its connection, and while that is suspended
+ * with `direct` set, to the sender (sender.h). Three others touch it: the engine's thread
+ * (nbi_exchange_wake), the watcher (finds it in the server's list by its serial, under the server's
+ * lock) and nbi_server_stop() (likewise). It leaves that list before anything of it is freed, and
+ * its requests are closed, after which the engine does not call, before it is.
  *
  * Waiting: a connection that has nothing to send is suspended, so that no thread waits for it;
- * nbi_exchange_wake() resumes it. `signalled` catches the wake-up that comes before the suspension.
- */
+ * nbi_exchange_wake() queues it for the sender or resumes it. `signalled` catches the wake-up that
+ * comes before the suspension. */
 #pragma once
 
 #include <microhttpd.h>
@@ -49,7 +50,17 @@ struct nbi_exchange {
 
     pthread_mutex_t lock;
     bool signalled, suspended; /* under lock */
+    bool direct;               /* under lock: suspended, and the sender's */
     bool watched;
+    bool http_1_1;
+    bool plain_chunks; /* the stream's chunks may be written to the socket by us */
+    bool broken;       /* a chunk was sent in part and will not be completed */
+
+    nbi_exchange *send_prev, *send_next; /* the sender's queue, under its lock, like `queued` */
+    bool queued;
+    bool blocked;         /* the sender's: the client does not read */
+    atomic_bool writable; /* or perhaps reads again */
+
     atomic_bool gone;    /* the client has closed the connection */
     atomic_bool started; /* the whole request is there: it is owed a reply */
 };
@@ -65,6 +76,11 @@ void nbi_exchange_drop_body(nbi_exchange *ex);
 
 /* Something changed: work on it again. From any thread. */
 void nbi_exchange_wake(nbi_exchange *ex);
+
+/* Moves the job on as far as it goes; a stream's bytes go to ex->out. For who owns the exchange. */
+void nbi_exchange_work(nbi_exchange *ex);
+
+int nbi_exchange_socket(const nbi_exchange *ex); /* -1: none */
 
 /* The body is there: begin the job and reply, or wait. */
 enum MHD_Result nbi_exchange_begin(nbi_exchange *ex, const nbi_surface *surface);

@@ -259,10 +259,10 @@ static enum MHD_Result on_request(void *cls, struct MHD_Connection *conn, const 
                                   size_t *n_data, void **slot)
 {
     nbi_exchange *ex = *slot;
-    (void)version;
     if (!ex) {
         *slot = ex = nbi_exchange_create(cls, conn);
         if (!ex) return MHD_NO;
+        ex->http_1_1 = strcmp(version, MHD_HTTP_VERSION_1_1) == 0;
         nbi_trace_begin(ex, url, method);
         return first_call(ex, url, method);
     }

@@ -9,6 +9,8 @@
 #include "base/log.h"
 #include "server/prompts.h"
 
+#define READ_EVENTS 32u /* of an answer that is not streamed: read so many at a time */
+
 /* ---------------------------------------------------------------- opening */
 
 static nb_status no_memory(nbi_api_error *e)
@@ -118,7 +120,7 @@ static void on_notify(void *user)
 {
     nbi_choice *choice = user;
     atomic_store(&choice->signalled, true);
-    choice->job->notify(choice->job->notify_user);
+    choice->job->hooks.event(choice->job->hooks.user);
 }
 
 /* Asks the engine for the most that is wanted of any token. */
@@ -138,6 +140,7 @@ static nb_status submit(nbi_job *job, nbi_choice *choice, nbi_api_error *e)
                                   .n_prompt = prompt->n_ids,
                                   .sampling = job->params.sampling,
                                   .priority = job->params.priority,
+                                  .notify_events = job->params.stream ? 0 : READ_EVENTS,
                                   .notify = on_notify,
                                   .notify_user = choice,
                                   .arrival_ns = job->begin_ns,
@@ -172,8 +175,7 @@ static nb_status submit_all(nbi_job *job, nbi_api_error *e)
 }
 
 nb_status nbi_job_open(nbi_job **out, const nbi_surface *surface, const nbi_served *served,
-                       json_t *body, void (*notify)(void *user), void *notify_user,
-                       nbi_api_error *e)
+                       json_t *body, const nbi_job_hooks *hooks, nbi_api_error *e)
 {
     nb_status status = NB_OK;
     nbi_job *job = nbi_calloc(1, sizeof *job);
@@ -181,8 +183,7 @@ nb_status nbi_job_open(nbi_job **out, const nbi_surface *surface, const nbi_serv
     job->surface = surface;
     job->served = served;
     job->facts = &served->facts;
-    job->notify = notify;
-    job->notify_user = notify_user;
+    job->hooks = *hooks;
     job->created = (int64_t)time(NULL);
     job->begin_ns = nbi_now_ns();
     nbi_served_next_id(served, job->id);

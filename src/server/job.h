@@ -3,7 +3,7 @@
  * A job knows no HTTP: it takes a body, and gives either one JSON reply or SSE events. What differs
  * between API surfaces is a table of functions (nbi_surface); one file per surface fills it.
  *
- * Threads: one thread at a time works on a job; `notify` comes from the engine's thread, and
+ * Threads: one thread at a time works on a job; its hooks come from other threads, and
  * nbi_job_cancel() may be called from any thread. */
 #pragma once
 
@@ -105,6 +105,13 @@ extern const nbi_surface nbi_surface_tokenize;     /* vLLM's */
 extern const nbi_surface nbi_surface_detokenize;   /* vLLM's */
 extern const nbi_surface nbi_surface_health;       /* /health_generate */
 
+/* How a job says that nbi_job_pump() has something to do. Neither may block. */
+typedef struct nbi_job_hooks {
+    void (*notify)(void *user); /* from any thread */
+    void (*event)(void *user);  /* from the engine's, whose nb_engine_on_step() function follows */
+    void *user;
+} nbi_job_hooks;
+
 struct nbi_job {
     const nbi_surface *surface;
     const nbi_served *served;   /* the model; outlives the job */
@@ -141,15 +148,13 @@ struct nbi_job {
     nbi_api_error error; /* http != 0: the job has failed */
     bool ended;          /* stream: the last event was written */
     bool cut;            /* stream: or could not be; what was sent must not look complete */
-    void (*notify)(void *user);
-    void *notify_user;
+    nbi_job_hooks hooks;
 };
 
 /* Parses, validates, encodes and submits. On failure *e is filled and *out untouched. `body` is
  * read, and rewritten where messages are normalised; it is not kept. */
 nb_status nbi_job_open(nbi_job **out, const nbi_surface *surface, const nbi_served *served,
-                       json_t *body, void (*notify)(void *user), void *notify_user,
-                       nbi_api_error *e);
+                       json_t *body, const nbi_job_hooks *hooks, nbi_api_error *e);
 
 /* Is a grammar still being compiled? Until it is there the job may fail with a status of its own,
  * and a stream has not begun; notify says when to pump. */

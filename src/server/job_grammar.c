@@ -81,7 +81,7 @@ nb_status nbi_job_make_grammars(nbi_job *job, nbi_api_error *e)
         return make_now(job, &options, e);
     nb_status status =
         nbi_order_give(&job->order, job->served->grammar_pool, c->kind, c->source, c->n_source,
-                       &options, job->n_choices, job->notify, job->notify_user, &err);
+                       &options, job->n_choices, job->hooks.notify, job->hooks.user, &err);
     return status == NB_OK ? NB_OK : refuse(job, status, &err, e);
 }
 

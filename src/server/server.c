@@ -7,8 +7,8 @@
 
 #include "base/clock.h"
 #include "base/log.h"
-#include "server/exchange.h"
 #include "server/reporter.h"
+#include "server/sender.h"
 
 #define STOP_WAIT_MS    2000
 #define BODIES_BUFFERED 8           /* of the largest size at the same time */
@@ -109,6 +109,7 @@ nb_status nbi_server_open(nbi_server **out, const nbi_server_options *options, n
     NB_TRY_OR(status, nbi_http_counts_create(&server->http_counts, err), fail);
     NB_TRY_OR(status, nbi_reporter_start(server, err), fail);
     NB_TRY_OR(status, nbi_watch_start(server, err), fail);
+    NB_TRY_OR(status, nbi_sender_start(server, err), fail);
     NB_TRY_OR(status, nbi_listen(&fd, &server->port, options, err), fail);
     NB_TRY_OR(status, nbi_http_start(server, fd, err), fail);
     log_listening(server, fd);
@@ -183,6 +184,7 @@ nb_status nbi_server_ready(nbi_server *server, nb_engine *engine, nb_error *err)
     NB_TRY(nbi_served_create(&server->served, engine, &server->text, &options, err));
     server->served->keep_text = o->request_log && o->log_content;
     atomic_store(&server->served_there, true);
+    nb_engine_on_step(engine, nbi_sender_after_step, server);
     int loading = NBI_SERVER_LOADING; /* a server that is ending meanwhile stays so */
     atomic_compare_exchange_strong(&server->phase, &loading, NBI_SERVER_READY);
     nbi_log(NB_LOG_INFO, "ready after %.3f s: \"%s\" at %s://%s:%u",
@@ -273,9 +275,12 @@ void nbi_server_close(nbi_server **out)
     nbi_server *server = *out;
     if (!server) return;
     nbi_server_stop(server, STOP_WAIT_MS);
+    nbi_sender_stop(server);
     if (server->daemon) MHD_stop_daemon(server->daemon);
+    if (server->served) nb_engine_on_step(server->served->engine, NULL, NULL);
     nbi_watch_stop(server);
     nbi_reporter_stop(server);
+    nbi_sender_free(server);
     if (server->preparing) pthread_join(server->prepare_thread, NULL);
     nbi_served_text_close(&server->text);
     nbi_served_destroy(&server->served);

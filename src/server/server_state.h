@@ -20,6 +20,7 @@ extern "C" {
 #endif
 
 typedef struct nbi_exchange nbi_exchange;
+typedef struct nbi_sender nbi_sender;
 
 typedef enum nbi_server_phase {
     NBI_SERVER_LOADING,
@@ -60,6 +61,8 @@ struct nbi_server {
     nbi_exchange *live;
     uint64_t next_serial;
 
+    nbi_sender *sender; /* NULL before nbi_sender_start() */
+
     int watch_fd;   /* epoll: clients that may leave */
     int watch_stop; /* eventfd */
     bool has_watch_thread;
@@ -85,6 +88,8 @@ nb_status nbi_watch_start(nbi_server *server, nb_error *err);
 void nbi_watch_stop(nbi_server *server);
 void nbi_watch_add(nbi_exchange *ex);
 void nbi_watch_remove(nbi_exchange *ex);
+/* Watches for room in the socket's buffer too, until it is there; or looks for the leaving only. */
+void nbi_watch_writable(nbi_exchange *ex, bool wanted);
 
 #ifdef __cplusplus
 }

@@ -10,17 +10,10 @@
 
 #define EVENTS_PER_WAIT 64
 
-static int socket_of(const nbi_exchange *ex)
-{
-    const union MHD_ConnectionInfo *info =
-        MHD_get_connection_info(ex->conn, MHD_CONNECTION_INFO_CONNECTION_FD);
-    return info ? info->connect_fd : -1;
-}
-
 void nbi_watch_add(nbi_exchange *ex)
 {
     struct epoll_event event = {.events = EPOLLRDHUP | EPOLLONESHOT, .data.u64 = ex->serial};
-    int fd = socket_of(ex);
+    int fd = nbi_exchange_socket(ex);
     if (ex->watched || fd < 0) return;
     /* When it fails the client's leaving is noticed later, at the next write. */
     ex->watched = epoll_ctl(ex->server->watch_fd, EPOLL_CTL_ADD, fd, &event) == 0;
@@ -28,19 +21,30 @@ void nbi_watch_add(nbi_exchange *ex)
 
 void nbi_watch_remove(nbi_exchange *ex)
 {
-    int fd = socket_of(ex);
+    int fd = nbi_exchange_socket(ex);
     if (ex->watched && fd >= 0) epoll_ctl(ex->server->watch_fd, EPOLL_CTL_DEL, fd, NULL);
     ex->watched = false;
 }
 
+void nbi_watch_writable(nbi_exchange *ex, bool wanted)
+{
+    uint32_t events = EPOLLRDHUP | EPOLLONESHOT | (wanted ? EPOLLOUT : 0u);
+    struct epoll_event event = {.events = events, .data.u64 = ex->serial};
+    if (ex->watched)
+        epoll_ctl(ex->server->watch_fd, EPOLL_CTL_MOD, nbi_exchange_socket(ex), &event);
+}
+
 /* The serial may be of an exchange that has ended meanwhile. */
-static void client_left(nbi_server *server, uint64_t serial)
+static void on_event(nbi_server *server, uint64_t serial, uint32_t events)
 {
     pthread_mutex_lock(&server->lock);
     for (nbi_exchange *ex = server->live; ex; ex = ex->next) {
         if (ex->serial != serial) continue;
-        atomic_store(&ex->gone, true);
-        nbi_job_cancel(ex->job); /* it was watched, so it has one */
+        if (events & (EPOLLRDHUP | EPOLLHUP | EPOLLERR)) {
+            atomic_store(&ex->gone, true);
+            nbi_job_cancel(ex->job); /* it was watched, so it has one */
+        }
+        atomic_store(&ex->writable, true);
         nbi_exchange_wake(ex);
         break;
     }
@@ -57,7 +61,7 @@ static void *run(void *arg)
         if (n < 0 && errno != EINTR) return NULL;
         for (int i = 0; i < n; i++) {
             if (events[i].data.u64 == 0) return NULL; /* watch_stop */
-            client_left(server, events[i].data.u64);
+            on_event(server, events[i].data.u64, events[i].events);
         }
     }
 }
