@@ -94,7 +94,9 @@ uint32_t nbi_exchanges_abort(nbi_server *server, const char *id)
     uint32_t n = 0;
     pthread_mutex_lock(&server->lock);
     for (nbi_exchange *ex = server->live; ex; ex = ex->next) {
-        if (ex->job) n += nbi_job_abort(ex->job, id);
+        if (!ex->job) continue;
+        bool whole = id && strcmp(ex->trace.id, id) == 0; /* X-Request-Id */
+        n += nbi_job_abort(ex->job, whole ? NULL : id);
     }
     pthread_mutex_unlock(&server->lock);
     return n;

@@ -329,6 +329,15 @@ def test_abort_by_the_id_of_a_stream(server):
     assert json.loads(events[-2][6:])["choices"][0]["finish_reason"] == "abort"
 
 
+def test_abort_by_the_id_of_http(server):
+    with httpx.stream("POST", server.url + "/v1/completions", json={"prompt": "x", "stream": True, **LONG}, headers={"X-Request-Id": "http-1"},
+                      timeout=60) as reply:
+        lines = (line for line in reply.iter_lines() if line)
+        next(lines)
+        assert server.post("/abort_request", {"rid": "http-1"}).json() == {"aborted": 1}
+        assert [line for line in lines][-1] == "data: [DONE]"
+
+
 def test_abort_in_other_shapes(server):
     """Anthropic's API and the Responses API have no such end: it is an error."""
     messages = Answer(server, "/v1/messages", {"messages": [{"role": "user", "content": "x"}], "rid": "m", **LONG})
