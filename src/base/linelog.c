@@ -36,7 +36,9 @@ struct nbi_linelog {
 
     /* the thread's */
     int fd;
-    bool torn; /* the file ends in the middle of a line */
+    bool mid_line; /* the file ends in the middle of a line */
+    bool torn;     /* and the rest of it is lost */
+    bool skip;     /* the ring begins in the middle of a lost line */
     uint64_t warned_ns;
 };
 
@@ -78,7 +80,7 @@ static void do_reopen(nbi_linelog *log)
     }
     close(log->fd);
     log->fd = fd;
-    log->torn = false;
+    log->torn = log->mid_line = false;
 }
 
 static size_t count_lines(const char *s, size_t n)
@@ -106,23 +108,40 @@ static bool wait_writable(nbi_linelog *log)
     return true;
 }
 
-/* Writes a piece; what cannot be written is dropped. */
+/* What is left of a piece is lost, and with it the rest of its last line, which is still to come.
+ */
+static void drop(nbi_linelog *log, const char *s, size_t n)
+{
+    atomic_fetch_add(&log->dropped, count_lines(s, n));
+    log->torn = log->torn || log->mid_line;
+    log->skip = s[n - 1] != '\n';
+}
+
+/* Writes a piece (n > 0); what cannot be written is dropped. */
 static void put(nbi_linelog *log, const char *s, size_t n)
 {
     size_t done = 0;
+    if (log->skip) {
+        const char *end = memchr(s, '\n', n);
+        done = end ? (size_t)(end - s) + 1 : n;
+        atomic_fetch_add(&log->dropped, end != NULL);
+        log->skip = !end;
+    }
     if (log->torn && wait_writable(log) && write(log->fd, "\n", 1) == 1) log->torn = false;
-    while (done < n && wait_writable(log)) {
+    while (done < n) {
+        if (!wait_writable(log)) break;
         ssize_t wrote = write(log->fd, s + done, n - done);
         if (wrote > 0) {
             done += (size_t)wrote;
-            log->torn = s[done - 1] != '\n';
+            log->mid_line = s[done - 1] != '\n';
         } else if (wrote < 0 && errno != EINTR && errno != EAGAIN) {
-            atomic_fetch_add(&log->dropped, count_lines(s + done, n - done));
-            warn(log, "a line cannot be written", errno);
+            int why = errno;
+            drop(log, s + done, n - done);
+            warn(log, "a line cannot be written", why);
             return;
         }
     }
-    if (done < n) atomic_fetch_add(&log->dropped, count_lines(s + done, n - done));
+    if (done < n) drop(log, s + done, n - done);
 }
 
 /* Takes up to a piece out of the ring. Called with the lock held. */
@@ -153,8 +172,10 @@ static void *run(void *arg)
         log->busy = true;
         pthread_mutex_unlock(&log->lock);
         if (n) put(log, piece, n);
-        if (reopen) do_reopen(log);
+        bool whole = !log->mid_line || log->torn; /* else the rest of the line is in the ring */
+        if (reopen && whole) do_reopen(log);
         pthread_mutex_lock(&log->lock);
+        if (reopen && !whole) log->reopen = true;
         log->busy = false;
         if (!log->used) pthread_cond_broadcast(&log->change);
     }

@@ -3,6 +3,7 @@
 import concurrent.futures
 import json
 import re
+import threading
 import time
 
 import httpx
@@ -138,19 +139,24 @@ def test_aborts_and_gauges(mserver):
     """A client leaves in mid-answer, another from the queue: counted as aborted, in no distribution of whole requests."""
     figures = Figures(mserver)
     body = {"prompt": "Once", "max_tokens": 3000, "ignore_eos": True, "stream": True}
+    looked = threading.Event()
+
+    def leave(_):
+        with httpx.stream("POST", mserver.url + "/v1/completions", json=body, timeout=60):
+            looked.wait(60)
+
     with concurrent.futures.ThreadPoolExecutor(6) as pool:
-        def leave():
-            with httpx.stream("POST", mserver.url + "/v1/completions", json=body, timeout=60) as reply:
-                end = time.monotonic() + 30
-                while time.monotonic() < end and sum(mserver.running()) < 6:
-                    time.sleep(0.01)
-                seen.append(Figures(mserver).before)
-                reply.close()
-        seen = []
-        list(pool.map(lambda _: leave(), range(6)))
+        left = [pool.submit(leave, i) for i in range(6)]
+        end = time.monotonic() + 30
+        while time.monotonic() < end and mserver.running() != (4, 2):
+            time.sleep(0.01)
+        seen = figures.flat()
+        looked.set()
+        for f in left:
+            f.result()
     figures.settle(ended(6))
-    assert any(s[("nibble:num_requests_running", ())] == 4 and s[("nibble:num_requests_waiting", ())] == 2 for s in seen)
-    assert any(0 < s[("nibble:kv_cache_usage_perc", ())] < 1 for s in seen)
+    assert (seen[("nibble:num_requests_running", ())], seen[("nibble:num_requests_waiting", ())]) == (4, 2)
+    assert 0 < seen[("nibble:kv_cache_usage_perc", ())] < 1
     assert figures.of("request_success_total", finished_reason="abort") == figures.of("num_aborted_requests_total") == 6
     check_histogram(figures, "e2e_request_latency_seconds", 0)
     check_histogram(figures, "request_generation_tokens", 0)
