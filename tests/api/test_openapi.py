@@ -9,6 +9,8 @@ import json
 import os
 import random
 import re
+import shutil
+import subprocess
 
 import hypothesis
 import pytest
@@ -27,10 +29,27 @@ CHECKS = [not_a_server_error, content_type_conformance, response_schema_conforma
 pytestmark = pytest.mark.timeout(60 + SOAK // 10)
 
 
+SYNTH = """vocab_size=4096 hidden_size=64 intermediate_size=64 moe_intermediate_size=32 num_attention_heads=2 num_key_value_heads=2
+q_lora_rank=32 index_n_heads=2 index_topk=32 max_position_embeddings=512 pad_token_id=4060 eos_token_id=[4060,4067,4069]""".split()
+
+
 @pytest.fixture(scope="module")
-def small(serve):
+def quick_model(nibble_bin, model_dir, tmp_path_factory):
+    """Two small layers with random weights and the usual tokenizer: in the long form the requests matter, not the answers."""
+    if not SOAK:
+        return model_dir
+    folder = tmp_path_factory.mktemp("quick") / "random"
+    sets = [word for item in SYNTH for word in ("--set", item)]
+    subprocess.run([nibble_bin, "synth", "--like", "glm-5.2", "--layers", "2", "--experts", "4", *sets, "--out", folder, "--tokenizer", model_dir], check=True)
+    shutil.copy(model_dir / "chat_template.jinja", folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def small(serve, quick_model):
     """Answers are short, because the context is."""
-    server = serve("--context-length", "32" if SOAK else "64", "--max-running-requests", "32", "--served-model-name", "m", "--served-model-name", "other")
+    server = serve("--context-length", "32" if SOAK else "64", "--max-running-requests", "32", "--served-model-name", "m", "--served-model-name", "other",
+                   model=quick_model)
     yield server
     assert server.process.poll() is None, f"the server is gone:\n{server.log}"
     assert server.stop() == 0, server.log
