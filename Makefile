@@ -2,7 +2,7 @@
 BUILD := build/release
 ARGS  ?=
 
-.PHONY: all build run check test bench eval lint format fuzz install clean help
+.PHONY: all build run check test bench eval lint format fuzz soak install clean help
 
 all: build
 
@@ -36,6 +36,10 @@ format:                 ## rewrite sources by .clang-format
 fuzz:                   ## each fuzz target for a minute (ARGS=SECONDS for another time)
 	@scripts/setup test
 	@scripts/fuzz $(ARGS)
+
+soak: build             ## hours of load in short: 10,000 requests, 500 streams at once, starts that fail
+	@scripts/setup test
+	@scripts/soak $(ARGS)
 
 install: build          ## install below /usr/local; DESTDIR is honoured
 	@cmake --install $(BUILD) $(if $(PREFIX),--prefix $(PREFIX))

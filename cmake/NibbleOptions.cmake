@@ -79,6 +79,9 @@ endif()
 
 function(nibble_target target)
     target_compile_definitions(${target} PRIVATE _GNU_SOURCE)
+    if(NIBBLE_SANITIZE)
+        target_compile_definitions(${target} PRIVATE NBI_FAULTS=1) # see heap.c
+    endif()
     target_compile_options(${target} PRIVATE ${nibble_warnings} -fno-math-errno -fno-trapping-math
                            -fno-semantic-interposition)
     if(NIBBLE_WERROR)

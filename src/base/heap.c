@@ -3,6 +3,7 @@
  *
  * Pointers are plain malloc pointers, so memory that crossed a library boundary can be freed by
  * either side. */
+#include <fcntl.h>
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stdlib.h>
@@ -14,9 +15,27 @@
 
 #define HUGE_PAGE_BYTES ((size_t)2 << 20)
 
-static atomic_long heap_fail_after = -1;
-static atomic_long heap_count;
+typedef struct heap_faults {
+    atomic_long fail_after, count;
+} heap_faults;
+
+static heap_faults own_faults = {.fail_after = -1};
+static heap_faults *faults = &own_faults;
 static _Thread_local unsigned heap_forbidden;
+
+#ifdef NBI_FAULTS
+/* In builds with a sanitizer another process may make allocations fail: it shares the two counters
+ * in the file NIBBLE_FAULT_FILE. */
+__attribute__((constructor)) static void share_faults(void)
+{
+    const char *path = getenv("NIBBLE_FAULT_FILE");
+    int fd = path ? open(path, O_RDWR | O_CLOEXEC) : -1;
+    if (fd < 0) return;
+    void *shared = mmap(NULL, sizeof *faults, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    close(fd);
+    if (shared != MAP_FAILED) faults = shared;
+}
+#endif
 
 void nbi_heap_forbid(void)
 {
@@ -31,12 +50,12 @@ void nbi_heap_allow(void)
 
 void nbi_heap_fail_after(long n)
 {
-    atomic_store(&heap_fail_after, n < 0 ? -1 : n);
+    atomic_store(&faults->fail_after, n < 0 ? -1 : n);
 }
 
 long nbi_heap_count(void)
 {
-    return atomic_load(&heap_count);
+    return atomic_load(&faults->count);
 }
 
 /* Every allocation passes here first; false: this one is to fail. */
@@ -45,10 +64,10 @@ static bool heap_enter(void)
 #ifndef NDEBUG
     NB_ASSERT(heap_forbidden == 0);
 #endif
-    atomic_fetch_add_explicit(&heap_count, 1, memory_order_relaxed);
-    if (atomic_load_explicit(&heap_fail_after, memory_order_relaxed) < 0) return true;
+    atomic_fetch_add_explicit(&faults->count, 1, memory_order_relaxed);
+    if (atomic_load_explicit(&faults->fail_after, memory_order_relaxed) < 0) return true;
     /* Counts down through 0, the one that fails, to -1, which is "off" again. */
-    return atomic_fetch_sub(&heap_fail_after, 1) != 0;
+    return atomic_fetch_sub(&faults->fail_after, 1) != 0;
 }
 
 void *nbi_malloc(size_t bytes)

@@ -11,11 +11,90 @@
 #include "base/file.h"
 #include "base/utf8.h"
 
+/* ---------------------------------------------------------------- memory of jansson
+ *
+ * jansson takes the failure of every allocation but one: the buffer of the token it reads. There it
+ * goes on without the byte and stops the process by an assertion. So while a document is parsed
+ * that buffer is told apart (the first block; it grows by a block twice as large, after which the
+ * old one is freed) and has a reserve; the parse then counts as failed. */
+
+typedef struct token_memory {
+    char *reserve; /* NULL: nothing is being parsed */
+    size_t n_reserve, used;
+    bool failed;
+    const void *token; /* the buffer */
+    size_t n_token;
+    const void *last; /* allocated by the last call, if that was an allocation */
+    size_t n_last;
+} token_memory;
+
+static _Thread_local token_memory tokens;
+
+static void *from_reserve(size_t n)
+{
+    token_memory *t = &tokens;
+    t->failed = true;
+    if (n != 2 * t->n_token || n > t->n_reserve - t->used) return NULL;
+    void *p = t->reserve + t->used;
+    t->used += n;
+    return p;
+}
+
+static void *json_alloc(size_t n)
+{
+    token_memory *t = &tokens;
+    void *p = t->failed ? NULL : nbi_malloc(n);
+    if (!t->reserve) return p;
+    if (!p) p = from_reserve(n);
+    if (!t->token) {
+        t->token = p;
+        t->n_token = n;
+    }
+    t->last = p;
+    t->n_last = n;
+    return p;
+}
+
+static void json_release(void *p)
+{
+    token_memory *t = &tokens;
+    if (t->reserve && p && p == t->token && t->last && t->n_last == 2 * t->n_token) {
+        t->token = t->last;
+        t->n_token = t->n_last;
+    }
+    t->last = NULL;
+    bool reserved = t->reserve && (char *)p >= t->reserve && (char *)p < t->reserve + t->n_reserve;
+    if (!reserved) nbi_free(p);
+}
+
 /* Before main, because other threads may already use jansson when the first document is parsed. */
 __attribute__((constructor)) static void use_our_heap(void)
 {
-    json_set_alloc_funcs(nbi_malloc, nbi_free);
+    json_set_alloc_funcs(json_alloc, json_release);
 }
+
+/* json_loadb() where no token is longer than `longest` bytes; false: out of memory. */
+static bool load_guarded(json_t **root, const char *text, size_t n, size_t longest,
+                         json_error_t *error)
+{
+    /* a buffer of 16 bytes doubled until it holds the token: less than 4 times that in sum; and
+     * room for a block that only has the size of one */
+    size_t bytes = longest < SIZE_MAX / 16 ? 6 * longest + 256 : 0;
+    char *reserve = bytes ? nbi_malloc(bytes) : NULL;
+    if (!reserve) return false;
+    tokens = (token_memory){.reserve = reserve, .n_reserve = bytes};
+    *root = json_loadb(text, n, JSON_REJECT_DUPLICATES | JSON_DECODE_ANY, error);
+    bool failed = tokens.failed;
+    if (failed) {
+        json_decref(*root);
+        *root = NULL;
+    }
+    tokens = (token_memory){0};
+    nbi_free(reserve);
+    return !failed;
+}
+
+/* ---------------------------------------------------------------- before parsing */
 
 /* The end of the string that starts at text[i] == '"': index behind the closing quote, or n. */
 static size_t skip_string(const char *text, size_t i, size_t n)
@@ -51,15 +130,28 @@ static bool is_big_integer(const char *text, size_t n)
     return errno == ERANGE;
 }
 
-/* One walk over the bytes before parsing: depth, and integers beyond 64 bits. Those are legal JSON
- * and real (tokenizer configurations write 10^30 for "no limit") but jansson refuses them: `wide`,
- * when not NULL, gets a copy where they are reals; *n_big counts them. */
-static nb_status scan(const char *text, size_t n, const char *name, nbi_buf *wide, size_t *n_big,
+static bool is_word_char(char c)
+{
+    return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z');
+}
+
+typedef struct shape {
+    size_t n_big;   /* integers beyond 64 bits */
+    size_t longest; /* bytes of a token at most */
+} shape;
+
+/* One walk over the bytes before parsing: depth, the longest token, and integers beyond 64 bits.
+ * Those are legal JSON and real (tokenizer configurations write 10^30 for "no limit") but jansson
+ * refuses them: `wide`, when not NULL, gets a copy where they are reals. */
+static nb_status scan(const char *text, size_t n, const char *name, nbi_buf *wide, shape *found,
                       nb_error *err)
 {
-    size_t depth = 0, copied = 0;
+    size_t depth = 0, copied = 0, start = 0;
     for (size_t i = 0; i < n;) {
         char c = text[i];
+        /* the token before; a number grows by the two bytes that make it a real */
+        if (i - start + 2 > found->longest) found->longest = i - start + 2;
+        start = i;
         if (c == '"') {
             i = skip_string(text, i, n);
             if (i > n) i = n;
@@ -77,16 +169,19 @@ static nb_status scan(const char *text, size_t n, const char *name, nbi_buf *wid
             size_t begin = i;
             while (i < n && is_number_char(text[i])) i++;
             if (!is_big_integer(text + begin, i - begin)) continue;
-            ++*n_big;
+            found->n_big++;
             if (!wide) continue;
             nb_status st = nbi_buf_add(wide, text + copied, i - copied);
             if (st == NB_OK) st = nbi_buf_add(wide, ".0", 2);
             if (st != NB_OK) return nbi_fail(err, st, "%s: %s", name, nb_status_text(st));
             copied = i;
+        } else if (is_word_char(c)) {
+            while (i < n && is_word_char(text[i])) i++;
         } else {
             i++;
         }
     }
+    if (n - start + 2 > found->longest) found->longest = n - start + 2;
     if (wide && nbi_buf_add(wide, text + copied, n - copied) != NB_OK) {
         return nbi_fail(err, NB_NO_MEMORY, "%s: no memory to parse", name);
     }
@@ -96,11 +191,11 @@ static nb_status scan(const char *text, size_t n, const char *name, nbi_buf *wid
 nb_status nbi_json_parse(json_t **out, const char *text, size_t n_bytes, const char *name,
                          nb_error *err)
 {
-    size_t n_big = 0;
-    NB_TRY(scan(text, n_bytes, name, NULL, &n_big, err));
+    shape found = {0};
+    NB_TRY(scan(text, n_bytes, name, NULL, &found, err));
     nbi_buf wide = {.max = SIZE_MAX};
-    if (n_big) {
-        nb_status st = scan(text, n_bytes, name, &wide, &n_big, err);
+    if (found.n_big) {
+        nb_status st = scan(text, n_bytes, name, &wide, &found, err);
         if (st != NB_OK) {
             nbi_buf_free(&wide);
             return st;
@@ -109,13 +204,13 @@ nb_status nbi_json_parse(json_t **out, const char *text, size_t n_bytes, const c
         n_bytes = wide.len;
     }
     json_error_t error = {0};
-    json_t *root = json_loadb(text, n_bytes, JSON_REJECT_DUPLICATES | JSON_DECODE_ANY, &error);
+    json_t *root = NULL;
+    bool enough = load_guarded(&root, text, n_bytes, found.longest, &error);
     nbi_buf_free(&wide);
+    if (!enough) return nbi_fail(err, NB_NO_MEMORY, "%s: no memory to parse", name);
     if (!root) {
-        nb_status st =
-            json_error_code(&error) == json_error_out_of_memory ? NB_NO_MEMORY : NB_INVALID;
-        return nbi_fail(err, st, "%s: line %d, column %d: %s", name, error.line, error.column,
-                        error.text);
+        return nbi_fail(err, NB_INVALID, "%s: line %d, column %d: %s", name, error.line,
+                        error.column, error.text);
     }
     *out = root;
     return NB_OK;
@@ -261,4 +356,32 @@ nb_status nbi_json_quote(nbi_buf *buf, const char *s, size_t n)
         buf->data[before] = '\0';
     }
     return st;
+}
+
+typedef struct dump {
+    nbi_buf *out;
+    nb_status status; /* of the first addition that failed: jansson forgets some */
+} dump;
+
+static int dump_piece(const char *s, size_t n, void *user)
+{
+    dump *d = user;
+    if (d->status == NB_OK) d->status = nbi_buf_add(d->out, s, n);
+    return d->status == NB_OK ? 0 : -1;
+}
+
+nb_status nbi_json_dump(nbi_buf *buf, const json_t *value)
+{
+    dump d = {.out = buf, .status = NB_OK};
+    int failed = json_dump_callback(value, dump_piece, &d, JSON_COMPACT | JSON_ENCODE_ANY);
+    if (d.status != NB_OK) return d.status;
+    return failed ? NB_INVALID : NB_OK;
+}
+
+char *nbi_json_dumps(const json_t *value)
+{
+    nbi_buf out = {0};
+    if (nbi_json_dump(&out, value) == NB_OK) return out.data;
+    nbi_buf_free(&out);
+    return NULL;
 }

@@ -35,6 +35,12 @@ nb_status nbi_json_str(const char **out, const json_t *obj, const char *key, con
 /* "an integer", "a string": what errors call a value's type; "nothing" for NULL. */
 const char *nbi_json_kind(const json_t *value);
 
+/* Appends compact JSON. NB_NO_MEMORY, also where jansson's own json_dumps() would go on without the
+ * bytes it had no room for; NB_INVALID: not valid UTF-8. */
+nb_status nbi_json_dump(nbi_buf *buf, const json_t *value);
+/* The same as a string, freed by nbi_free(); NULL: no memory. */
+char *nbi_json_dumps(const json_t *value);
+
 /* Appends `s` as a JSON string with quotes; invalid UTF-8 becomes U+FFFD. */
 nb_status nbi_json_quote(nbi_buf *buf, const char *s, size_t n);
 

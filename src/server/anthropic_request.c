@@ -380,7 +380,11 @@ nb_status nbi_anthropic_chat(json_t **out, const json_t *body, nbi_api_error *e)
 {
     nb_status status = NB_OK;
     json_t *chat = json_object(), *messages = json_array();
-    if (!chat || json_object_set_new(chat, "messages", messages) != 0) {
+    if (!chat) {
+        json_decref(messages);
+        return no_memory(e);
+    }
+    if (json_object_set_new(chat, "messages", messages) != 0) {
         json_decref(chat);
         return no_memory(e);
     }

@@ -2,6 +2,7 @@
  * tables by job.c. */
 #include <string.h>
 
+#include "base/json.h"
 #include "server/job.h"
 #include "server/messages.h"
 #include "text/tool_choice.h"
@@ -10,11 +11,11 @@
 static nb_status force_calls(nbi_job *job, const nbi_tool_choice *choice, nbi_api_error *e)
 {
     json_t *schema = nbi_tool_choice_schema(choice);
-    char *text = schema ? json_dumps(schema, JSON_COMPACT) : NULL;
+    char *text = schema ? nbi_json_dumps(schema) : NULL;
     size_t n = text ? strlen(text) : 0;
     const char *source = text ? nbi_arena_strndup(&job->arena, text, n) : NULL;
     json_decref(schema);
-    nbi_free(text); /* jansson allocates through base/mem.h */
+    nbi_free(text);
     if (!source) return nbi_api_fail(e, 503, NULL, NULL, "no memory for the tools");
     job->forced_calls = true;
     job->constraint = (nbi_constraint){

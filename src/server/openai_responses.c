@@ -39,18 +39,12 @@ static nb_status read_fields(nbi_job *job, const json_t *body, nbi_api_error *e)
     return nbi_field_array(&ignored, body, "", "include", e);
 }
 
-static int dump(const char *data, size_t n, void *out)
-{
-    return nbi_buf_add(out, data, n) == NB_OK ? 0 : -1;
-}
-
 /* `key`, then the member of the request, or `absent`. */
 static nb_status echo(nbi_buf *out, const char *key, const json_t *value, const char *absent)
 {
     NB_TRY(nbi_buf_add(out, key, strlen(key)));
     if (!value) return nbi_buf_add(out, absent, strlen(absent));
-    return json_dump_callback(value, dump, out, JSON_COMPACT | JSON_ENCODE_ANY) == 0 ? NB_OK
-                                                                                     : NB_NO_MEMORY;
+    return nbi_json_dump(out, value);
 }
 
 static nb_status write_echo(const nbi_job *job, const json_t *body, nbi_buf *out)

@@ -322,7 +322,11 @@ nb_status nbi_responses_chat(json_t **out, const json_t *body, nbi_api_error *e)
     json_t *chat = json_object(), *messages = json_array();
     builder b = {.messages = messages};
     nb_status status = NB_OK;
-    if (!chat || json_object_set_new(chat, "messages", messages) != 0) {
+    if (!chat) {
+        json_decref(messages);
+        return no_memory(e);
+    }
+    if (json_object_set_new(chat, "messages", messages) != 0) {
         json_decref(chat);
         return no_memory(e);
     }

@@ -21,11 +21,12 @@ void nbi_chat_prompt_free(nbi_chat_prompt *prompt)
 static nb_status make_context(json_t **out, const json_t *request, nb_error *err)
 {
     static const char *const optional[] = {"tools", "documents"};
-    json_t *context = json_object(),
-           *messages = json_deep_copy(json_object_get(request, "messages"));
+    const json_t *given = json_object_get(request, "messages");
+    json_t *context = json_object(), *messages = json_deep_copy(given);
     const json_t *kwargs = json_object_get(request, "chat_template_kwargs");
     const json_t *prompt = json_object_get(request, "add_generation_prompt");
-    nb_status st = context ? nbi_chat_normalise(messages, err) : no_memory(err);
+    bool copied = context && (messages || !given);
+    nb_status st = copied ? nbi_chat_normalise(messages, err) : no_memory(err);
     if (st == NB_OK && kwargs && !json_is_null(kwargs) && !json_is_object(kwargs))
         st = nbi_fail(err, NB_INVALID, "chat_template_kwargs is not an object");
     if (st == NB_OK && prompt && !json_is_null(prompt) && !json_is_boolean(prompt))
@@ -53,10 +54,10 @@ static nb_status make_context(json_t **out, const json_t *request, nb_error *err
 static nb_status render(nbi_buf *out, const nbi_template *tmpl, const json_t *context,
                         nb_error *err)
 {
-    char *text = json_dumps(context, JSON_COMPACT);
+    char *text = nbi_json_dumps(context);
     if (!text) return no_memory(err);
     nb_status st = nbi_template_render(tmpl, text, strlen(text), out, err);
-    nbi_free(text); /* jansson allocates with nbi_malloc() */
+    nbi_free(text);
     return st;
 }
 
@@ -133,7 +134,7 @@ static nb_status encode_guarded(nbi_chat_prompt *prompt, const nbi_template *tmp
     nbi_buf rendered = {.max = NBI_TEMPLATE_OUTPUT_BYTES};
     nbi_ranges ranges = {0};
     bool tools = json_array_size(json_object_get(context, "tools")) > 0;
-    char *plain = json_dumps(context, JSON_COMPACT);
+    char *plain = nbi_json_dumps(context);
     if (!plain) return no_memory(err);
     nb_status st = nbi_guard_init(&guard, tokenizer, plain, strlen(plain),
                                   nbi_template_source(tmpl, tools), err);

@@ -112,6 +112,7 @@ static json_t *guard_object(const nbi_guard *g, json_t *object, bool assistant)
     json_t *result = json_object(), *value;
     const char *key;
     size_t n;
+    if (!result) return NULL;
     json_object_keylen_foreach(object, key, n, value)
     {
         nbi_buf name = {0};
@@ -120,9 +121,8 @@ static json_t *guard_object(const nbi_guard *g, json_t *object, bool assistant)
         json_t *copy = st != NB_OK ? NULL
                        : keep      ? json_incref(value)
                                    : nbi_guard_apply(g, value, assistant);
-        bool ok =
-            result && copy &&
-            json_object_setn_new_nocheck(result, name.data ? name.data : "", name.len, copy) == 0;
+        bool ok = copy && json_object_setn_new_nocheck(result, name.data ? name.data : "", name.len,
+                                                       copy) == 0;
         nbi_buf_free(&name);
         if (!ok) {
             json_decref(result);

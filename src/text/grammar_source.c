@@ -132,9 +132,9 @@ static nb_status put_schema(nbi_buf *text, json_t *schema, nb_error *err)
                                 "[\\x20\\x0A\\x0D\\x09]{1," STR(NBI_GRAMMAR_SPACE_MAX) "}");
     char *dump = NULL;
     if (options && json_object_set_new(schema, "x-guidance", options) == 0)
-        dump = json_dumps(schema, JSON_COMPACT);
+        dump = nbi_json_dumps(schema);
     nb_status st = dump ? nbi_buf_add(text, dump, strlen(dump)) : NB_NO_MEMORY;
-    free(dump);
+    nbi_free(dump);
     return st == NB_OK ? NB_OK : nbi_fail(err, st, "the schema: out of memory");
 }
 

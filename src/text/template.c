@@ -74,10 +74,10 @@ static nb_status read_variables(nbi_template *t, const json_t *config, nb_error 
         if (json_is_object(value)) value = json_object_get(value, "content");
         if (json_is_string(value)) (void)json_object_set(variables, names[i], value);
     }
-    char *text = variables ? json_dumps(variables, JSON_COMPACT) : NULL;
+    char *text = variables ? nbi_json_dumps(variables) : NULL;
     json_decref(variables);
     nb_status st = text ? set_variables(t, text, err) : no_memory(err);
-    nbi_free(text); /* jansson allocates with nbi_malloc() */
+    nbi_free(text);
     return st;
 }
 

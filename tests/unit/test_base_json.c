@@ -179,11 +179,40 @@ static void quoted_parses_back(void **state)
     nbi_buf_free(&small);
 }
 
+/* The same of writing: no text with a hole in it. */
+static void dumping_without_memory(void **state)
+{
+    (void)state;
+    const char *text =
+        "{\"a\":[1,\"\\u20ac and more than a few bytes\"],\"another key\":{\"b\":null}}";
+    json_t *v = NULL;
+    char *right, *s = NULL;
+    assert_int_equal(nbi_json_parse(&v, text, strlen(text), "doc", &err), NB_OK);
+    right = nbi_json_dumps(v);
+    assert_non_null(right);
+    for (long n = 0; n < 50 && !s; n++) {
+        nbi_heap_fail_after(n);
+        s = nbi_json_dumps(v);
+        nbi_heap_fail_after(-1);
+        assert_true(n > 0 || !s);
+    }
+    assert_non_null(s);
+    assert_string_equal(s, right);
+    nbi_free(s);
+    nbi_free(right);
+    json_decref(v);
+}
+
 /* Every allocation of a parse made to fail in turn. */
 static void parsing_without_memory(void **state)
 {
     (void)state;
-    const char *text = "{\"a\": [1, 2.5, \"text\", {\"b\": 1000000000000000019884624838656}]}";
+    /* jansson stops the process where the buffer of a token cannot grow */
+    const char *text =
+        "{\"a\": [1, 2.5, \"text\", {\"b\": 1000000000000000019884624838656}], "
+        "\"a key that is not short, and \\u20ac\": \"a string of more than a hundred "
+        "bytes, so that the buffer of its token has to grow again and again and again "
+        "and again and again and again\", \"c\": [[1],[2],[3],[4],[5],[6],[7],[8],[9]]}";
     bool ok = false;
     for (long n = 0; n < 200 && !ok; n++) {
         json_t *v = NULL;
@@ -194,6 +223,7 @@ static void parsing_without_memory(void **state)
         if (ok) {
             json_decref(v);
         } else {
+            assert_int_equal(st, NB_NO_MEMORY);
             assert_null(v);
             assert_true(err.text[0] != '\0');
         }
@@ -222,6 +252,7 @@ int main(void)
         cmocka_unit_test(members_are_typed),
         cmocka_unit_test(quoted_parses_back),
         cmocka_unit_test(parsing_without_memory),
+        cmocka_unit_test(dumping_without_memory),
         cmocka_unit_test(files_are_loaded_by_name),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
