@@ -126,13 +126,13 @@ static send_result send_chunk(nbi_exchange *ex)
                          MSG_DONTWAIT | MSG_NOSIGNAL);
         if (n >= 0) {
             ex->out_done += (size_t)n;
-            ex->trace.bytes += (size_t)n;
         } else if (errno == EAGAIN) {
             return BLOCKED;
         } else if (errno != EINTR) {
             return BROKEN;
         }
     }
+    ex->trace.bytes += ex->out.len - FRAME_ROOM - 2; /* without what frames it */
     return SENT;
 }
 
