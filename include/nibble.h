@@ -284,6 +284,9 @@ typedef struct nb_grammar {
     /* Optional: takes back the last n <= NB_GRAMMAR_ROLLBACK_MAX tokens accepted. Without it
      * speculative decoding makes no drafts for the request. */
     void (*rollback)(void *user, uint32_t n);
+    /* Optional: the engine will not call again; from any thread, once, at some time after the
+     * request was closed. Never called for a request whose submission failed. */
+    void (*release)(void *user);
 } nb_grammar;
 
 /* How tokens are chosen. nb_sampling_default() fills in the model's generation_config. */
@@ -325,8 +328,8 @@ typedef struct nb_request_options {
     size_t n_prompt;       /* >= 1 */
     nb_sampling sampling;
     int32_t priority;           /* lower goes first; 0 is usual */
-    const nb_grammar *grammar;  /* optional; the struct is copied, its user must live until the
-                                   request is closed */
+    const nb_grammar *grammar;  /* optional; the struct is copied, its user must live until it is
+                                   released: a step may be under way when a request is closed */
     void (*notify)(void *user); /* optional: called from the engine's thread when something can be
                                    read; must not block */
     void *notify_user;

@@ -177,7 +177,9 @@ static void destroy(nb_request *r)
 
 void nbi_request_unref(nb_request *r)
 {
-    if (atomic_fetch_sub(&r->refs, 1) == 1) destroy(r);
+    if (atomic_fetch_sub(&r->refs, 1) != 1) return;
+    if (r->grammar.release) r->grammar.release(r->grammar.user);
+    destroy(r);
 }
 
 static nb_status create(nb_request **out, nb_engine *e, const nb_request_options *o, nb_error *err)

@@ -160,7 +160,9 @@ static nb_status submit(nbi_job *job, nbi_choice *choice, nbi_api_error *e)
         options.count = NB_COUNT_PROMPT;
     }
     nb_status status = nb_request_submit(&choice->request, job->served->engine, &options, &err);
-    return status == NB_OK ? NB_OK : nbi_api_from(e, status, &err, prompt_field(job));
+    if (status != NB_OK) return nbi_api_from(e, status, &err, prompt_field(job));
+    if (choice->grammar) nbi_grammar_retain(choice->grammar);
+    return NB_OK;
 }
 
 static nb_status submit_all(nbi_job *job, nbi_api_error *e)
@@ -221,7 +223,7 @@ void nbi_job_close(nbi_job **out)
     for (uint32_t i = 0; i < job->n_choices; i++) {
         nbi_choice *c = &job->choices[i];
         nb_request_close(&c->request);
-        nbi_grammar_close(&c->grammar); /* the engine asks it until the request is closed */
+        nbi_grammar_close(&c->grammar); /* the engine has a share of it */
         nbi_buf_free(&c->text);
         nbi_answer_free(&c->answer);
         nbi_logprobs_free(&c->logprobs);

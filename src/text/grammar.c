@@ -53,6 +53,7 @@ typedef struct flight {
 } flight;
 
 struct nbi_grammar_compiler {
+    atomic_uint refs; /* its owner's, and one of each grammar */
     const nbi_tokenizer *tokenizer;
     char *folder; /* or NULL */
     int32_t *eos;
@@ -86,7 +87,9 @@ typedef struct place {
 } place;
 
 struct nbi_grammar {
-    const nbi_grammar_compiler *compiler;
+    atomic_uint refs;
+    nbi_grammar_compiler *compiler;
+    const nbi_llg *llg;
     nbi_llg_matcher *matcher;
     nbi_grammar_options options;
     place now;
@@ -160,6 +163,7 @@ nb_status nbi_grammar_compiler_open(nbi_grammar_compiler **out, const nbi_gramma
     NB_TRY(check_setup(setup, vocab, err));
     nbi_grammar_compiler *c = nbi_calloc(1, sizeof *c);
     if (!c) return nbi_fail(err, NB_NO_MEMORY, "grammars: out of memory");
+    atomic_init(&c->refs, 1);
     pthread_mutex_init(&c->load_lock, NULL);
     pthread_mutex_init(&c->cache_lock, NULL);
     pthread_cond_init(&c->landed, NULL);
@@ -189,10 +193,9 @@ static void free_entry(const nbi_grammar_compiler *c, cache_entry *e)
     nbi_free(e->source);
 }
 
-void nbi_grammar_compiler_close(nbi_grammar_compiler **compiler)
+static void unref_compiler(nbi_grammar_compiler *c)
 {
-    nbi_grammar_compiler *c = *compiler;
-    if (!c) return;
+    if (atomic_fetch_sub(&c->refs, 1) != 1) return;
     for (size_t i = 0; i < NBI_GRAMMAR_CACHED_MAX; i++) free_entry(c, &c->cache[i]);
     if (c->vocabulary) c->llg->free_tokenizer(c->vocabulary);
     pthread_mutex_destroy(&c->load_lock);
@@ -203,6 +206,11 @@ void nbi_grammar_compiler_close(nbi_grammar_compiler **compiler)
     nbi_free(c->eos);
     nbi_free(c->folder);
     nbi_free(c);
+}
+
+void nbi_grammar_compiler_close(nbi_grammar_compiler **compiler)
+{
+    if (*compiler) unref_compiler(*compiler);
     *compiler = NULL;
 }
 
@@ -554,6 +562,7 @@ static nb_status get_matcher(nbi_llg_matcher **out, nbi_grammar_compiler *c, nbi
     }
     if (!known) {
         mine.next = c->flights;
+        /* cppcheck-suppress autoVariables ; land() below takes it out */
         c->flights = &mine;
     }
     pthread_mutex_unlock(&c->cache_lock);
@@ -608,7 +617,10 @@ nb_status nbi_grammar_compile(nbi_grammar **out, nbi_grammar_compiler *c, nbi_gr
     NB_TRY(nbi_grammar_compiler_load(c, err));
     nbi_grammar *g = nbi_calloc(1, sizeof *g + words_for(c->n_tokens) * sizeof *g->mask);
     if (!g) return nbi_fail(err, NB_NO_MEMORY, "grammars: out of memory");
+    atomic_init(&g->refs, 1);
+    atomic_fetch_add(&c->refs, 1);
     g->compiler = c;
+    g->llg = c->llg;
     g->options = *options;
     bool inside = options->after_think >= 0 && !options->may_think;
     g->now = (place){.phase = inside ? PHASE_THINKING : PHASE_TEXT, .thought = !options->may_think};
@@ -621,19 +633,29 @@ nb_status nbi_grammar_compile(nbi_grammar **out, nbi_grammar_compiler *c, nbi_gr
     return NB_OK;
 }
 
+static void unref(nbi_grammar *g)
+{
+    if (atomic_fetch_sub(&g->refs, 1) != 1) return;
+    if (g->matcher) g->llg->free_matcher(g->matcher);
+    unref_compiler(g->compiler);
+    nbi_free(g);
+}
+
 void nbi_grammar_close(nbi_grammar **grammar)
 {
-    nbi_grammar *g = *grammar;
-    if (!g) return;
-    if (g->matcher) g->compiler->llg->free_matcher(g->matcher);
-    nbi_free(g);
+    if (*grammar) unref(*grammar);
     *grammar = NULL;
+}
+
+void nbi_grammar_retain(nbi_grammar *grammar)
+{
+    atomic_fetch_add(&grammar->refs, 1);
 }
 
 /* The answer ends here. */
 static void fail(nbi_grammar *g, const char *what)
 {
-    const char *why = g->compiler->llg->error(g->matcher);
+    const char *why = g->llg->error(g->matcher);
     size_t n = 0;
     if (!why) why = "nothing can follow the text so far";
     snprintf(g->failure, sizeof g->failure, "%s: %s", what, why);
@@ -721,7 +743,7 @@ static void accept_text(nbi_grammar *g, int32_t id)
     } else if (!g->now.begun && g->options.may_call && id == g->options.call_begin) {
         g->now.phase = PHASE_FREE;
     } else if (id < 0 || (uint32_t)id >= g->compiler->n_tokens ||
-               g->compiler->llg->consume(g->matcher, (uint32_t)id) != 0) {
+               g->llg->consume(g->matcher, (uint32_t)id) != 0) {
         fail(g, "the grammar was given a token it does not allow");
     } else {
         g->now.begun = g->now.consumed = true;
@@ -754,19 +776,25 @@ static void rollback(void *user, uint32_t n)
         g->now = g->undo[--g->n_accepted % NB_GRAMMAR_ROLLBACK_MAX];
     }
     atomic_store_explicit(&g->failed, g->now.failed, memory_order_release);
-    if (n_consumed && g->compiler->llg->rollback(g->matcher, n_consumed) != 0)
+    if (n_consumed && g->llg->rollback(g->matcher, n_consumed) != 0)
         fail(g, "the grammar cannot go back");
+}
+
+static void release(void *user)
+{
+    unref(user);
 }
 
 nb_grammar nbi_grammar_hooks(nbi_grammar *grammar)
 {
-    return (nb_grammar){.user = grammar, .mask = mask, .accept = accept, .rollback = rollback};
+    return (nb_grammar){
+        .user = grammar, .mask = mask, .accept = accept, .rollback = rollback, .release = release};
 }
 
 bool nbi_grammar_complete(nbi_grammar *g)
 {
     if (nbi_grammar_failure(g) || g->now.phase == PHASE_THINKING) return false;
-    return g->now.phase == PHASE_FREE || g->compiler->llg->is_accepting(g->matcher);
+    return g->now.phase == PHASE_FREE || g->llg->is_accepting(g->matcher);
 }
 
 const char *nbi_grammar_failure(const nbi_grammar *g)

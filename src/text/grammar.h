@@ -73,7 +73,7 @@ nb_status nbi_grammar_compiler_open(nbi_grammar_compiler **out, const nbi_gramma
  * later calls repeat the answer. NB_UNSUPPORTED: not installed, or a version that nibble does not
  * know. */
 nb_status nbi_grammar_compiler_load(nbi_grammar_compiler *compiler, nb_error *err);
-/* After all grammars made with it are closed. */
+/* Grammars made with it live on; the tokenizer need not. */
 void nbi_grammar_compiler_close(nbi_grammar_compiler **compiler);
 
 typedef struct nbi_grammar_options {
@@ -99,8 +99,10 @@ bool nbi_grammar_is_known(nbi_grammar_compiler *compiler, nbi_grammar_kind kind,
                           size_t n);
 void nbi_grammar_close(nbi_grammar **grammar);
 
-/* For nb_request_options.grammar; valid until the grammar is closed. */
+/* For nb_request_options.grammar. After a submission that succeeded nbi_grammar_retain() has to
+ * follow: the engine then shares the grammar, and its release closes it once more. */
 nb_grammar nbi_grammar_hooks(nbi_grammar *grammar);
+void nbi_grammar_retain(nbi_grammar *grammar);
 
 /* Is the text complete? False while thinking. Same thread rule as mask. */
 bool nbi_grammar_complete(nbi_grammar *grammar);

@@ -1,6 +1,8 @@
 /* Grammars in the engine: drafts under them, and ends that min_tokens must not ban. */
 #include "cmocka_all.h"
 
+#include <stdatomic.h>
+#include <stdlib.h>
 #include <string.h>
 
 #include "nibble.h"
@@ -109,7 +111,10 @@ static void drafts_change_no_token(void **state)
     for (uint32_t width = 1; width <= 9; width += 4) {
         for (uint64_t seed = 0; seed < 4; seed++) {
             summing a = {.info = &info, .width = width}, b = a;
-            nb_grammar g = {&a, summing_mask, summing_accept, summing_rollback};
+            nb_grammar g = {.user = &a,
+                            .mask = summing_mask,
+                            .accept = summing_accept,
+                            .rollback = summing_rollback};
             int32_t want[N_MAX], found[N_MAX];
             nb_finish finish;
             assert_int_equal(run(plain, &g, seed, 0, N_MAX, want, &finish), N_MAX);
@@ -189,7 +194,8 @@ static void the_end_is_not_banned_where_nothing_else_is_left(void **state)
         nb_engine_get_info(e, &info);
         for (uint64_t seed = 0; seed < 3; seed++) {
             three t = {.info = &info};
-            nb_grammar g = {&t, three_mask, three_accept, three_rollback};
+            nb_grammar g = {
+                .user = &t, .mask = three_mask, .accept = three_accept, .rollback = three_rollback};
             int32_t ids[N_MAX];
             nb_finish finish;
             assert_int_equal(run(e, &g, seed, 20, 40, ids, &finish), 4);
@@ -200,12 +206,86 @@ static void the_end_is_not_banned_where_nothing_else_is_left(void **state)
     }
 }
 
+/* ---------------------------------------------------------------- life */
+
+/* Freed by the engine: a call behind the release is a use after free. */
+typedef struct counted {
+    three grammar;
+    atomic_int *n_released;
+} counted;
+
+static void counted_mask(void *user, uint32_t *bits, size_t n_words)
+{
+    (void)n_words;
+    bits[0] = ((counted *)user)->grammar.n & 1 ? 0x700 : 0x7000;
+}
+
+static void counted_release(void *user)
+{
+    counted *c = user;
+    atomic_fetch_add(c->n_released, 1);
+    free(c);
+}
+
+/* Requests closed in the middle of a step: the grammar is released once, after the last call. */
+static void grammars_outlive_closed_requests(void **state)
+{
+    (void)state;
+    static const int32_t prompt[] = {5, 9, 17, 4};
+    enum { N = 60 };
+    atomic_int n_released;
+    atomic_init(&n_released, 0);
+    nb_engine *e = open_engine("mtp");
+    assert_int_equal(nb_engine_start(e, NULL), NB_OK);
+    for (int i = 0; i < N; i++) {
+        counted *c = calloc(1, sizeof *c);
+        nb_grammar g = {.user = c,
+                        .mask = counted_mask,
+                        .accept = three_accept,
+                        .rollback = three_rollback,
+                        .release = counted_release};
+        nb_request_options o = {.prompt = prompt, .n_prompt = 4, .grammar = &g};
+        nb_request *r = NULL;
+        nb_event event;
+        assert_non_null(c);
+        c->n_released = &n_released;
+        nb_sampling_default(e, &o.sampling);
+        o.sampling.max_tokens = 200;
+        assert_int_equal(nb_request_submit(&r, e, &o, NULL), NB_OK);
+        for (int k = 0; k < i % 7; k++) (void)nb_request_read(r, &event, 1000, NULL);
+        nb_request_close(&r);
+    }
+    nb_engine_close(&e);
+    assert_int_equal(atomic_load(&n_released), N);
+}
+
+/* A request that is refused leaves its grammar alone. */
+static void a_refused_request_releases_nothing(void **state)
+{
+    (void)state;
+    atomic_int n_released;
+    atomic_init(&n_released, 0);
+    nb_engine *e = open_engine("none");
+    counted c = {.n_released = &n_released};
+    nb_grammar g = {
+        .user = &c, .mask = counted_mask, .accept = three_accept, .release = counted_release};
+    static const int32_t prompt[] = {-5};
+    nb_request_options o = {.prompt = prompt, .n_prompt = 1, .grammar = &g};
+    nb_request *r = NULL;
+    nb_sampling_default(e, &o.sampling);
+    assert_int_equal(nb_request_submit(&r, e, &o, NULL), NB_INVALID);
+    nb_engine_close(&e);
+    assert_int_equal(atomic_load(&n_released), 0);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(drafts_change_no_token),
         cmocka_unit_test(no_rollback_no_drafts),
         cmocka_unit_test(the_end_is_not_banned_where_nothing_else_is_left),
+        cmocka_unit_test(grammars_outlive_closed_requests),
+        cmocka_unit_test(a_refused_request_releases_nothing),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
