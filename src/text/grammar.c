@@ -793,7 +793,7 @@ nb_grammar nbi_grammar_hooks(nbi_grammar *grammar)
 
 bool nbi_grammar_complete(nbi_grammar *g)
 {
-    if (nbi_grammar_failure(g) || g->now.phase == PHASE_THINKING) return false;
+    if (g->now.failed || g->now.phase == PHASE_THINKING) return false;
     return g->now.phase == PHASE_FREE || g->llg->is_accepting(g->matcher);
 }
 
