@@ -148,6 +148,38 @@ def test_one_start_pair(nibble_bin, model_dir, tmp_path):
 # ---------------------------------------------------------------- streams and probabilities
 
 
+def ids_of(model_dir):
+    return {t["content"]: t["id"] for t in json.loads((model_dir / "tokenizer.json").read_text())["added_tokens"]}
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_every_end_marker(server, model_dir, place):
+    """C30: each of the checkpoint's end ids ends the answer, and none is in the text."""
+    ends = json.loads((model_dir / "generation_config.json").read_text())["eos_token_id"]
+    assert len(ends) == 3
+    body = {"prompt": "Once upon", "max_tokens": 8, "min_tokens": 3, "temperature": 0, "logit_bias": {str(ends[place]): 100}}
+    reply = server.post("/v1/completions", body).json()
+    choice = reply["choices"][0]
+    assert (choice["finish_reason"], choice["matched_stop"], reply["usage"]["completion_tokens"]) == ("stop", ends[place], 4)
+    texts = [e["choices"][0]["text"] for e in stream(server, "/v1/completions", body) if e != "[DONE]"]
+    assert "".join(texts) == choice["text"] and not any(name in choice["text"] for name in ids_of(model_dir))
+
+
+@pytest.mark.parametrize("cut", [None, 3])
+def test_thinking_that_is_not_closed(server, trained, model_dir, cut):
+    """C32: the model is kept from closing its thinking. When it ends all the same, what it wrote is the content (and thinking);
+    cut by the limit it is thinking alone. Streamed alike."""
+    body = {"messages": [{"role": "user", "content": "What is 3+5?"}], "max_tokens": cut or 200, "temperature": 0,
+            "logit_bias": {str(ids_of(model_dir)["</think>"]): -100}}
+    choice = server.post("/v1/chat/completions", body).json()["choices"][0]
+    message = choice["message"]
+    assert choice["finish_reason"] == ("length" if cut else "stop")
+    assert message["reasoning_content"] and message["content"] == ("" if cut else message["reasoning_content"])
+    deltas = [e["choices"][0]["delta"] for e in stream(server, "/v1/chat/completions", body) if e != "[DONE]"]
+    for part in ("reasoning_content", "content"):
+        assert "".join(d.get(part) or "" for d in deltas) == message[part]
+
+
 @pytest.mark.parametrize("text", ["A\U0001f600B", "\u9f98!", "\U0001f469\u200d\U0001f680 \u00e9\u20ac"])
 def test_characters_of_several_tokens(server, text):
     """C20, C21: the answer is forced to be characters that the vocabulary has only as bytes."""
