@@ -53,6 +53,7 @@ struct nb_request {
     nb_request *next; /* waiting list */
     atomic_int refs;  /* the user's and the engine's */
     atomic_bool cancelled;
+    uint32_t passed; /* how often a later request was admitted before it; the step's */
 
     /* sequence: the step's */
     nb_sampling sampling;

@@ -1,9 +1,11 @@
 /* The waiting list: who is next, who has left. Under the engine's lock. */
 #include "engine/engine.h"
 
-/* Requests that lpm compares before each admission: bounds the work per step and how long one can
- * be passed over. */
+/* Requests that lpm compares before each admission: bounds the work per step. */
 #define LPM_WINDOW 32u
+/* So often later ones may go before the first in line; then it is first come, first served until it
+ * has gone. */
+#define LPM_PASSES 128u
 
 void nbi_queue_push(nb_engine *e, nb_request *r)
 {
@@ -39,7 +41,8 @@ nb_request *nbi_queue_best(nb_engine *e)
     if (!best || (!e->lpm && !e->has_priorities)) return best;
     uint32_t best_pages = e->lpm ? nbi_request_peek_prefix(e, best) : 0, seen = 1;
     for (nb_request *r = best->next; r; r = r->next) {
-        uint32_t pages = e->lpm && seen++ < LPM_WINDOW ? nbi_request_peek_prefix(e, r) : 0;
+        bool by_prefix = e->lpm && e->waiting_head->passed < LPM_PASSES && seen++ < LPM_WINDOW;
+        uint32_t pages = by_prefix ? nbi_request_peek_prefix(e, r) : 0;
         if (!is_better(e, r, pages, best, best_pages)) continue;
         best = r;
         best_pages = pages;
@@ -50,7 +53,10 @@ nb_request *nbi_queue_best(nb_engine *e)
 void nbi_queue_remove(nb_engine *e, nb_request *r)
 {
     nb_request *before = NULL;
-    for (nb_request *at = e->waiting_head; at != r; at = at->next) before = at;
+    for (nb_request *at = e->waiting_head; at != r; at = at->next) {
+        at->passed++;
+        before = at;
+    }
     if (before) {
         before->next = r->next;
     } else {
