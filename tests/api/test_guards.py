@@ -261,9 +261,9 @@ def test_silence_between_requests(hasty):
         assert closed(s)
 
 
-def test_long_work_is_not_slowness(hasty):
+def test_long_work_is_not_slowness(hasty, sanitized):
     """Neither a long answer nor a long wait for it counts."""
-    body = {"prompt": ["x"] * 16, "max_tokens": 400, "ignore_eos": True, "temperature": 0}
+    body = {"prompt": ["x"] * 16, "max_tokens": 10 if sanitized else 400, "ignore_eos": True, "temperature": 0}
     for _ in range(8):
         begin = time.monotonic()
         assert hasty.post("/v1/completions", body).status_code == 200
@@ -282,8 +282,10 @@ def test_long_work_is_not_slowness(hasty):
     assert b"data: [DONE]" in got[-200:], got[-300:]
 
 
-def test_readers_that_do_not_read(hasty):
+def test_readers_that_do_not_read(hasty, sanitized):
     """Streams nobody takes are held with little memory, do not block others, and are cut."""
+    if sanitized:
+        pytest.skip("takes minutes, and sanitizers keep memory that is freed")
     data = json.dumps({"prompt": "x", "max_tokens": 1200, "ignore_eos": True, "stream": True, "logprobs": 20}).encode()
     warm = {"prompt": ["x"] * 8, "max_tokens": 300, "ignore_eos": True, "logprobs": 20}
     assert hasty.post("/v1/completions", warm).status_code == 200
@@ -363,7 +365,7 @@ def test_descriptors_end(serve):
     assert server.stop() == 0
 
 
-def test_bodies_of_all_requests(serve):
+def test_bodies_of_all_requests(serve, sanitized):
     """Many large bodies at once are refused before they fill the memory."""
     server = serve("--max-body-bytes", "4Mi", "--max-buffered-bytes", "8Mi")
     before = memory_kib(server)
@@ -371,7 +373,7 @@ def test_bodies_of_all_requests(serve):
     for s in sockets:
         s.sendall(HEAD + b"Content-Length: 4000000\r\n\r\n" + b" " * 1500000)
     time.sleep(0.5)
-    assert memory_kib(server) - before < 40 << 10
+    assert sanitized or memory_kib(server) - before < 40 << 10
     for s in sockets:
         s.sendall(b" " * 2500000)
     statuses = sorted(s.recv(1000).split()[1] for s in sockets)

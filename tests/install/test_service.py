@@ -202,3 +202,15 @@ def test_tells_systemd(place, tmp_path, abstract):
         with server:
             pass
         assert b"STOPPING=1" in s.recv(1000)
+
+
+def test_container_has_the_libraries(repo, place):
+    """The second stage of the container file installs what the program is linked with (by the names of Debian 12)."""
+    if 'VERSION_ID="12"' not in pathlib.Path("/etc/os-release").read_text():
+        pytest.skip("packages have other names here")
+    needed = re.findall(r"NEEDED.*\[(.*)\]", run("readelf", "-d", place[1]))
+    found = dict(re.findall(r"(\S+) => (\S+)", run("ldd", place[1])))
+    packages = {run("dpkg", "-S", f"*/{name}").split(":")[0] for name in needed if name in found}
+    stage = (repo / "packaging/Containerfile").read_text().split("FROM ")[2]
+    missing = {p for p in packages - {"libc6", "libc6-i386", "zlib1g"} if not re.search(rf"\b{re.escape(p)}\b", stage)}
+    assert packages and not missing
