@@ -2,6 +2,7 @@
 #include "server/server.h"
 
 #include <string.h>
+#include <sys/socket.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -39,7 +40,7 @@ static nb_status init(nbi_server *server, const nbi_server_options *options)
         server->options.max_buffered_bytes = BODIES_BUFFERED * options->max_body_bytes;
     }
     server->load_logged_ns = nbi_now_ns();
-    server->watch_fd = server->watch_stop = -1;
+    server->watch_fd = server->watch_stop = server->quiesced_fd = -1;
     atomic_init(&server->phase, NBI_SERVER_LOADING);
     atomic_init(&server->buffered, 0);
     atomic_init(&server->served_there, false);
@@ -259,8 +260,11 @@ static bool wait_drained(nbi_server *server, uint32_t wait_ms)
 void nbi_server_stop(nbi_server *server, uint32_t wait_ms)
 {
     if (atomic_exchange(&server->phase, NBI_SERVER_STOPPING) == NBI_SERVER_STOPPING) return;
-    int fd = server->daemon ? MHD_quiesce_daemon(server->daemon) : -1;
-    if (fd >= 0) close(fd);
+    /* From here on connections are refused. The socket is closed after the threads have ended: one
+     * of them may just be about to take it out of its epoll set, and libmicrohttpd aborts when that
+     * fails. */
+    server->quiesced_fd = server->daemon ? MHD_quiesce_daemon(server->daemon) : -1;
+    if (server->quiesced_fd >= 0) shutdown(server->quiesced_fd, SHUT_RDWR);
     pthread_mutex_lock(&server->lock);
     for (nbi_exchange *ex = server->live; ex; ex = ex->next) nbi_exchange_wake(ex);
     if (!wait_drained(server, wait_ms)) {
@@ -278,6 +282,7 @@ void nbi_server_close(nbi_server **out)
     nbi_sender_stop(server);
     if (server->daemon) MHD_stop_daemon(server->daemon);
     if (server->served) nb_engine_on_step(server->served->engine, NULL, NULL);
+    if (server->quiesced_fd >= 0) close(server->quiesced_fd);
     nbi_watch_stop(server);
     nbi_reporter_stop(server);
     nbi_sender_free(server);

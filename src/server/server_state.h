@@ -33,6 +33,7 @@ struct nbi_server {
     nbi_server_options options;
     uint16_t port;
     struct MHD_Daemon *daemon;
+    int quiesced_fd; /* the listening socket once the server ends */
     nbi_keys *keys;
     nbi_tls *tls; /* NULL: plain HTTP */
     nbi_peers peers;

@@ -84,7 +84,7 @@ def test_key_file(serve, tmp_path):
     hang_up(server, "error: the API keys stay as they were: --api-key-file")
     assert accepted(server, "gamma") and not accepted(server, "one")
     assert not re.search("gamma|alpha|fixed|environment", server.log), "keys do not belong into the log"
-    assert server.stop() == 0
+    assert server.stop() == 0, server.log
 
 
 @pytest.mark.parametrize("content,sentence", [(None, "keys"), ("", "has no keys"), ("a b\n", "line 1"), ("ok\n" + "x" * 600, "line 2")])
@@ -121,7 +121,7 @@ def test_each_api_says_401_in_its_shape(serve):
             else:
                 assert body["error"]["code"] == "invalid_api_key" and body["error"]["param"] is None
     assert server.get("/health").status_code == 200, "needs no key"
-    assert server.stop() == 0
+    assert server.stop() == 0, server.log
 
 
 def test_warning_when_everybody_is_served(serve):
@@ -134,7 +134,7 @@ def test_warning_when_everybody_is_served(serve):
         wait_log(server, "listening on")
         wait_log(server, "ready after")
         assert (f"warning: {words}" in server.log) == warned, server.log
-        assert server.stop() == 0
+        assert server.stop() == 0, server.log
 
 
 # ---------------------------------------------------------------- origins
@@ -175,7 +175,7 @@ def test_named_origins(serve):
         reply = server.post("/v1/completions", BODY, headers={"Origin": origin, **key})
         assert reply.status_code == 200 and "access-control-allow-origin" not in reply.headers
         assert "Origin" in reply.headers["vary"]
-    assert server.stop() == 0
+    assert server.stop() == 0, server.log
 
 
 def test_every_origin(serve):
@@ -183,7 +183,7 @@ def test_every_origin(serve):
     for origin in ("https://app.example", "null"):
         assert preflight(server, origin).headers["access-control-allow-origin"] == "*"
         assert server.post("/v1/completions", BODY, headers={"Origin": origin}).headers["access-control-allow-origin"] == "*"
-    assert server.stop() == 0
+    assert server.stop() == 0, server.log
 
 
 @pytest.mark.parametrize("option,value", [
@@ -205,7 +205,7 @@ def hasty(serve):
     server = serve("--header-timeout", "2", "--body-timeout", "3", "--idle-timeout", "4", "--log-level", "debug", "--max-connections", "1000")
     yield server
     assert server.process.poll() is None
-    assert server.stop() == 0
+    assert server.stop() == 0, server.log
     assert "Sanitizer" not in server.log, server.log
 
 
@@ -337,7 +337,7 @@ def test_connections_per_address(serve):
         s.close()
     time.sleep(0.3)
     assert server.get("/health").status_code == 200
-    assert server.stop() == 0
+    assert server.stop() == 0, server.log
 
 
 def test_connections_in_all(serve):
@@ -351,7 +351,7 @@ def test_connections_in_all(serve):
     assert time.monotonic() - begin < 20
     for s in slow:
         s.close()
-    assert server.stop() == 0
+    assert server.stop() == 0, server.log
 
 
 def test_descriptors_end(serve):
@@ -362,7 +362,7 @@ def test_descriptors_end(serve):
     for s in many:
         s.close()
     assert server.post("/v1/completions", BODY).status_code == 200
-    assert server.stop() == 0
+    assert server.stop() == 0, server.log
 
 
 def test_bodies_of_all_requests(serve, sanitized):
@@ -382,7 +382,7 @@ def test_bodies_of_all_requests(serve, sanitized):
         s.close()
     assert server.post("/v1/completions", {**BODY, "stop": "y" * 10}).status_code == 200
     assert server.post("/v1/completions", {"prompt": "word " * 700000}).status_code == 400, "one large body has its place again"
-    assert server.stop() == 0
+    assert server.stop() == 0, server.log
 
 
 @pytest.mark.parametrize("option,fits,cut", [((), 24000, 70000), (("--max-header-bytes", "128Ki"), 100000, 200000)])
@@ -397,4 +397,4 @@ def test_header_size(serve, option, fits, cut):
             reply = b""
         assert not reply or reply.startswith(b"HTTP/1.1 431"), reply
     assert server.get("/health").status_code == 200
-    assert server.stop() == 0
+    assert server.stop() == 0, server.log

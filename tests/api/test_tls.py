@@ -34,7 +34,7 @@ def files(authority, tmp_path_factory):
 def https(serve, authority, files):
     server = serve("--ssl-certfile", str(files[0]), "--ssl-keyfile", str(files[1]), "--log-level", "debug", ca=authority.ca)
     yield server
-    assert server.stop() == 0
+    assert server.stop() == 0, server.log
     assert "Sanitizer" not in server.log, server.log
 
 
@@ -165,7 +165,7 @@ def test_slow_handshakes_are_cut(serve, authority, tmp_path):
         s.recv(100)
         assert 0.8 < time.monotonic() - begin < 8
     assert server.get("/health").status_code == 200
-    assert server.stop() == 0
+    assert server.stop() == 0, server.log
 
 
 def test_one_file_for_both(serve, authority, tmp_path):
@@ -174,7 +174,7 @@ def test_one_file_for_both(serve, authority, tmp_path):
     both.write_bytes(cert.read_bytes() + key.read_bytes())
     server = serve("--ssl-certfile", str(both), ca=authority.ca)
     assert subject(server) == "both"
-    assert server.stop() == 0
+    assert server.stop() == 0, server.log
 
 
 def refused(nibble_bin, model_dir, *options):
