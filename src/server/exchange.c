@@ -66,6 +66,9 @@ void nbi_exchange_destroy(nbi_exchange *ex)
     nbi_job_close(&ex->job);
     nbi_exchange_drop_body(ex);
     nbi_buf_free(&ex->out);
+    /* who resumed the connection may still be about to let go of the lock */
+    pthread_mutex_lock(&ex->lock);
+    pthread_mutex_unlock(&ex->lock);
     pthread_mutex_destroy(&ex->lock);
     nbi_free(ex);
 }
