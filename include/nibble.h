@@ -109,6 +109,10 @@ typedef struct nb_engine_options {
     uint64_t kv_tokens;    /* tokens of the KV pool; 0: as many as the memory plan allows, at most 4
                               contexts */
     uint64_t memory_bytes; /* 0: what the machine (or its cgroup) has free */
+    double memory_fraction; /* of it, for everything planned: 0 < f <= 1; 0: 0.9 */
+    uint32_t max_queued;    /* requests that may wait; one more is NB_BUSY; 0: 1024 */
+    uint32_t decode_steps;  /* steps between two looks at the queue while answers are written; 0: 1
+                             */
     const char *schedule_policy; /* "fcfs" (default): first come, first served; "lpm": longest
                                     cached prefix first */
     const char
@@ -143,6 +147,8 @@ typedef struct nb_engine_info {
     uint64_t weight_bytes;
     uint64_t kv_bytes;
     uint64_t workspace_bytes;
+    uint64_t request_bytes; /* that all requests together may take */
+    uint32_t max_running, max_queued;
     const int32_t *eos_ids; /* [n_eos] ids that end an answer */
     uint32_t n_eos;
     bool has_tokenizer;
@@ -167,7 +173,8 @@ typedef enum nb_finish {
     NB_FINISH_STOP,   /* EOS, stop id or stop string */
     NB_FINISH_LENGTH, /* max_tokens or the context limit */
     NB_FINISH_CANCELLED,
-    NB_FINISH_ERROR, /* see nb_request_error() */
+    NB_FINISH_ERROR,   /* see nb_request_error() */
+    NB_FINISH_TIMEOUT, /* timeout_ms was over; see nb_request_error() */
     NB_FINISH_COUNT
 } nb_finish;
 
@@ -327,7 +334,10 @@ typedef struct nb_request_options {
     const int32_t *prompt; /* [n_prompt] ids, 0 <= id < vocab_size */
     size_t n_prompt;       /* >= 1 */
     nb_sampling sampling;
-    int32_t priority;           /* lower goes first; 0 is usual */
+    int32_t priority; /* lower goes first; 0 is usual */
+    uint64_t client;  /* who asks: those of one priority take turns by it; any number, e.g. a hash
+                       */
+    uint32_t timeout_ms;        /* from submit to the last token; 0: none */
     const nb_grammar *grammar;  /* optional; the struct is copied, its user must live until it is
                                    released: a step may be under way when a request is closed */
     void (*notify)(void *user); /* optional: called from the engine's thread when something can be
@@ -340,7 +350,8 @@ typedef struct nb_request_options {
 } nb_request_options;
 
 /* Checks and queues a request; everything it will need is allocated here. NB_INVALID names the
- * field; NB_TOO_LARGE names the context limit and both counts. */
+ * field; NB_TOO_LARGE names the context limit and both counts; NB_BUSY when the queue or the memory
+ * planned for requests is full. */
 nb_status nb_request_submit(nb_request **out, nb_engine *engine, const nb_request_options *options,
                             nb_error *error);
 

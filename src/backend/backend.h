@@ -316,6 +316,9 @@ typedef struct nbi_backend_ops {
     /* Device memory, zeroed, 64-byte aligned (aligned to 2 MB when large). NULL when there is none.
      */
     void *(*alloc)(nbi_backend *b, size_t bytes);
+    /* Makes part of such memory (whole pages) certain to be there when it is used, without changing
+     * what it holds; beside its use, from any thread. False when it cannot. NULL: alloc does it. */
+    bool (*commit)(nbi_backend *b, void *p, size_t bytes);
     void (*release)(nbi_backend *b, void *p, size_t bytes);
     void (*upload)(nbi_backend *b, void *dst, const void *src, size_t bytes);
     void (*download)(nbi_backend *b, void *dst, const void *src, size_t bytes);

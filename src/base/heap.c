@@ -3,6 +3,7 @@
  *
  * Pointers are plain malloc pointers, so memory that crossed a library boundary can be freed by
  * either side. */
+#include <errno.h>
 #include <fcntl.h>
 #include <pthread.h>
 #include <stdatomic.h>
@@ -130,6 +131,17 @@ static size_t pages_bytes(size_t bytes)
     size_t page = (size_t)sysconf(_SC_PAGESIZE);
     if (bytes == 0) return page;
     return bytes > SIZE_MAX - page ? 0 : (bytes + page - 1) / page * page;
+}
+
+bool nbi_pages_commit(void *p, size_t bytes)
+{
+#ifdef MADV_POPULATE_WRITE
+    if (madvise(p, pages_bytes(bytes), MADV_POPULATE_WRITE) == 0) return true;
+    if (errno != EINVAL) return false;
+#endif
+    volatile char *at = p; /* a kernel without it: every page is written as it is */
+    for (size_t i = 0; i < bytes; i += 4096) at[i] = at[i];
+    return true;
 }
 
 void *nbi_pages_alloc(size_t bytes)

@@ -28,6 +28,9 @@ void nbi_free_aligned(void *p);
  * size. */
 void *nbi_pages_alloc(size_t bytes);
 void nbi_pages_free(void *p, size_t bytes);
+/* Makes the system back every page now, so that using it later cannot fail. False when it will not.
+ */
+bool nbi_pages_commit(void *p, size_t bytes);
 
 void nbi_heap_forbid(void);
 void nbi_heap_allow(void);

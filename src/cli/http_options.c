@@ -30,6 +30,7 @@ static int check_ranges(const nbi_http_options *o, const nbi_command *command)
     } ranges[] = {
         {"header-timeout", s->header_timeout_s, 1, SECONDS_MAX},
         {"body-timeout", s->body_timeout_s, 1, SECONDS_MAX},
+        {"request-timeout", s->request_timeout_s, 0, SECONDS_MAX},
         {"idle-timeout", s->idle_timeout_s, 1, SECONDS_MAX},
         {"max-header-bytes", s->max_header_bytes, HEADERS_MIN, HEADERS_MAX},
         {"max-connections", s->max_connections, 1, CONNECTIONS_MAX},

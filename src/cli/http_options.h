@@ -46,6 +46,9 @@ typedef struct nbi_http_options {
      "for the TLS handshake and the headers of a request (default 20)", false},                    \
     {"body-timeout", NBI_OPT_U32, &(o)->server->body_timeout_s, "SECONDS",                         \
      "for the body of a request (default 120)", false},                                            \
+    {"request-timeout", NBI_OPT_U32, &(o)->server->request_timeout_s, "SECONDS",                   \
+     "for a request from its arrival to its last token, the queue included; then\n"                \
+     "504 and its memory is free (default 0: none)", false},                                       \
     {"idle-timeout", NBI_OPT_U32, &(o)->server->idle_timeout_s, "SECONDS",                         \
      "without a byte, between requests, and for a client to take what is\n"                        \
      "ready for it (default 75)", false},                                                          \

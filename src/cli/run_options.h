@@ -81,6 +81,31 @@ typedef struct nbi_run_options {
          "answers written together (default 64)",                                                  \
          false},                                                                                   \
         {"max-num-seqs", NBI_OPT_U32, &(o)->engine.max_running, "N", "the same", false},           \
+        {"mem-fraction-static",                                                                    \
+         NBI_OPT_F64,                                                                              \
+         &(o)->engine.memory_fraction,                                                             \
+         "F",                                                                                      \
+         "share of the free memory for weights, KV cache and all\nelse that is planned (default "  \
+         "0.9)",                                                                                   \
+         false},                                                                                   \
+        {"gpu-memory-utilization",                                                                 \
+         NBI_OPT_F64,                                                                              \
+         &(o)->engine.memory_fraction,                                                             \
+         "F",                                                                                      \
+         "the same",                                                                               \
+         false},                                                                                   \
+        {"max-queued-requests",                                                                    \
+         NBI_OPT_U32,                                                                              \
+         &(o)->engine.max_queued,                                                                  \
+         "N",                                                                                      \
+         "requests that may wait; one more gets 503 (default 1024)",                               \
+         false},                                                                                   \
+        {"num-continuous-decode-steps",                                                            \
+         NBI_OPT_U32,                                                                              \
+         &(o)->engine.decode_steps,                                                                \
+         "N",                                                                                      \
+         "steps between two looks at the queue while answers are\nwritten (default 1)",            \
+         false},                                                                                   \
         {"schedule-policy",                                                                        \
          NBI_OPT_STRING,                                                                           \
          &(o)->engine.schedule_policy,                                                             \
@@ -97,7 +122,8 @@ typedef struct nbi_run_options {
          NBI_OPT_STRING,                                                                           \
          &(o)->engine.speculative_algorithm,                                                       \
          "NAME",                                                                                   \
-         "none (default), mtp: draft with the checkpoint's MTP\nlayer; the answers stay the same", \
+         "none (default), mtp: draft with the checkpoint's MTP\nlayer; the answers stay the same " \
+         "(NEXTN, EAGLE: the\nsame)",                                                              \
          false},                                                                                   \
         {"speculative-num-steps",                                                                  \
          NBI_OPT_U32,                                                                              \

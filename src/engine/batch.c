@@ -34,12 +34,26 @@ static size_t carve(nbi_step_batch *b, char *base)
     return plan.bytes;
 }
 
+static nbi_step_batch sized(uint32_t max_rows, uint32_t max_seqs, uint32_t max_logit_rows,
+                            uint32_t max_context)
+{
+    return (nbi_step_batch){.max_rows = max_rows,
+                            .max_seqs = max_seqs,
+                            .max_logit_rows = max_logit_rows,
+                            .page_stride = (max_context + NBI_PAGE_TOKENS - 1) / NBI_PAGE_TOKENS};
+}
+
+size_t nbi_step_batch_bytes(uint32_t max_rows, uint32_t max_seqs, uint32_t max_logit_rows,
+                            uint32_t max_context)
+{
+    nbi_step_batch b = sized(max_rows, max_seqs, max_logit_rows, max_context);
+    return carve(&b, NULL);
+}
+
 nb_status nbi_step_batch_create(nbi_step_batch *b, uint32_t max_rows, uint32_t max_seqs,
                                 uint32_t max_logit_rows, uint32_t max_context, nb_error *err)
 {
-    *b = (nbi_step_batch){
-        .max_rows = max_rows, .max_seqs = max_seqs, .max_logit_rows = max_logit_rows};
-    b->page_stride = (max_context + NBI_PAGE_TOKENS - 1) / NBI_PAGE_TOKENS;
+    *b = sized(max_rows, max_seqs, max_logit_rows, max_context);
     b->block = nbi_calloc(1, carve(b, NULL));
     if (!b->block) return nbi_fail(err, NB_NO_MEMORY, "no memory for batches of %u rows", max_rows);
     carve(b, b->block);

@@ -1,18 +1,14 @@
 /* Opening an engine: options, memory plan, the thread; and the small read-only calls. */
 #include "engine/engine.h"
 
-#include <inttypes.h>
+#include <errno.h>
 #include <stdio.h>
 #include <string.h>
+#include <time.h>
 
 #include "base/clock.h"
 #include "base/file.h"
 #include "base/log.h"
-
-#define KV_CONTEXTS_DEFAULT 4u /* full contexts the pool holds by default, memory allowing */
-#define MEMORY_SHARE                                                                           \
-    0.9 /* of what is free: the rest is for the server, the tokenizer and the page cache's own \
-           needs */
 
 void nb_engine_options_default(nb_engine_options *o)
 {
@@ -22,7 +18,10 @@ void nb_engine_options_default(nb_engine_options *o)
                              .activations = "weight-only",
                              .kv_dtype = "auto",
                              .max_running = 64,
-                             .chunk_size = 512};
+                             .chunk_size = 512,
+                             .memory_fraction = 0.9,
+                             .max_queued = 1024,
+                             .decode_steps = 1};
 }
 
 /* ---------------------------------------------------------------- options */
@@ -36,6 +35,16 @@ static nb_status check_options(const nb_engine_options *o, nb_error *err)
     }
     if (!o->chunk_size || o->chunk_size > 65536) {
         return nbi_fail(err, NB_INVALID, "chunk_size is %u; expected 1 to 65536", o->chunk_size);
+    }
+    if (!(o->memory_fraction >= 0 && o->memory_fraction <= 1)) {
+        return nbi_fail(err, NB_INVALID, "memory_fraction is %g; expected 0 < f <= 1",
+                        o->memory_fraction);
+    }
+    if (o->max_queued > 1000000) {
+        return nbi_fail(err, NB_INVALID, "max_queued is %u; expected 1 to 1000000", o->max_queued);
+    }
+    if (o->decode_steps > 1000) {
+        return nbi_fail(err, NB_INVALID, "decode_steps is %u; expected 1 to 1000", o->decode_steps);
     }
     if (o->n_threads > 1024)
         return nbi_fail(err, NB_INVALID, "n_threads is %u; expected at most 1024", o->n_threads);
@@ -81,6 +90,9 @@ static nb_status copy_options(nb_engine *e, const nb_engine_options *o, nb_error
     NB_TRY(parse_policy(&e->lpm, o->schedule_policy, err));
     e->max_running = o->max_running;
     e->chunk_size = o->chunk_size;
+    e->max_queued = o->max_queued ? o->max_queued : 1024;
+    e->decode_steps = o->decode_steps ? o->decode_steps : 1;
+    e->first_deadline_ns = UINT64_MAX;
     return NB_OK;
 }
 
@@ -105,96 +117,6 @@ static nb_status parse_kv_dtype(nbi_dtype *out, const char *name, nbi_cpu_level 
     } else {
         return nbi_fail(err, NB_INVALID, "kv_dtype is \"%s\"; expected auto, bf16 or f32", name);
     }
-    return NB_OK;
-}
-
-/* ---------------------------------------------------------------- memory plan */
-
-typedef struct memory_plan {
-    uint64_t available, weights, workspace, kv, page;
-    uint32_t n_pages;
-} memory_plan;
-
-static uint32_t step_rows(const nb_engine *e)
-{
-    return e->chunk_size + e->max_running * (1 + e->n_draft_steps);
-}
-
-static uint32_t step_logit_rows(const nb_engine *e)
-{
-    return e->max_running * (1 + e->n_draft_steps) + NBI_PROMPT_LOGIT_ROWS;
-}
-
-static uint64_t memory_available(const nb_engine *e)
-{
-    if (e->options.memory_bytes) return e->options.memory_bytes;
-    return (uint64_t)((double)nbi_memory_available() * MEMORY_SHARE);
-}
-
-/* Called when the headers are read and no weight is: refuses what cannot fit. */
-static nb_status check_weights_fit(void *user, const nbi_config *config, uint64_t weight_bytes,
-                                   nb_error *err)
-{
-    const nb_engine *e = user;
-    uint64_t available = memory_available(e);
-    (void)config;
-    if (!available || weight_bytes < available) return NB_OK;
-    return nbi_fail(err, NB_NO_MEMORY,
-                    "%s: the weights take %.2f GB, %.2f GB of memory are available",
-                    e->options.model_dir, (double)weight_bytes / 1e9, (double)available / 1e9);
-}
-
-static void print_plan(const nb_engine *e, const memory_plan *p)
-{
-    nbi_log(NB_LOG_INFO,
-            "memory: weights %.2f GB (mapped), workspace %.2f GB, KV %.2f GB = %u pages of %u "
-            "tokens, %.1f full contexts of %u",
-            (double)p->weights / 1e9, (double)p->workspace / 1e9, (double)p->kv / 1e9, p->n_pages,
-            NBI_PAGE_TOKENS, (double)p->n_pages * NBI_PAGE_TOKENS / e->max_context, e->max_context);
-}
-
-/* Sizes the KV pool into what weights and workspace leave, and the longest context into the pool.
- */
-static nb_status plan_memory(nb_engine *e, memory_plan *p, nbi_dtype kv_dtype, nb_error *err)
-{
-    const nbi_config *c = nbi_model_config(e->model);
-    uint32_t limit = c->max_positions;
-    if (e->options.max_context > limit) {
-        return nbi_fail(err, NB_INVALID, "max_context is %u; the model's limit is %u",
-                        e->options.max_context, limit);
-    }
-    if (e->options.max_context) limit = e->options.max_context;
-    p->available = memory_available(e);
-    p->weights = nbi_model_weight_bytes(e->model);
-    p->workspace = nbi_model_workspace_bytes(e->model, step_rows(e), e->max_running,
-                                             step_logit_rows(e), limit);
-    p->page = nbi_kv_page_bytes(c, kv_dtype);
-    uint64_t left =
-        p->available > p->weights + p->workspace ? p->available - p->weights - p->workspace : 0;
-    uint64_t fit = p->available ? left / p->page : UINT32_MAX;
-    uint64_t want =
-        e->options.kv_tokens ? e->options.kv_tokens : (uint64_t)KV_CONTEXTS_DEFAULT * limit;
-    want = (want + NBI_PAGE_TOKENS - 1) / NBI_PAGE_TOKENS;
-    if (!fit || (e->options.kv_tokens && want > fit)) {
-        return nbi_fail(err, NB_NO_MEMORY,
-                        "weights %.2f GB + workspace %.2f GB + KV cache %.2f GB exceed the %.2f GB "
-                        "available; lower the KV tokens (each "
-                        "page of 64 takes %" PRIu64
-                        " bytes), the chunk size or the number of running requests",
-                        (double)p->weights / 1e9, (double)p->workspace / 1e9,
-                        (double)(want * p->page) / 1e9, (double)p->available / 1e9, p->page);
-    }
-    p->n_pages = (uint32_t)(want < fit ? want : fit);
-    p->kv = p->n_pages * p->page;
-    uint64_t tokens = (uint64_t)p->n_pages * NBI_PAGE_TOKENS;
-    e->max_context = tokens < limit ? (uint32_t)tokens : limit;
-    if (e->options.max_context > e->max_context) {
-        return nbi_fail(err, NB_NO_MEMORY,
-                        "max_context is %u, but the KV pool of %" PRIu64
-                        " tokens holds no such request",
-                        e->options.max_context, tokens);
-    }
-    print_plan(e, p);
     return NB_OK;
 }
 
@@ -235,7 +157,7 @@ static nb_status open_model(nb_engine *e, nb_error *err)
                             .progress = e->options.progress,
                             .progress_user = e->options.progress_user,
                             .verify_scales = true,
-                            .plan = check_weights_fit,
+                            .plan = nbi_engine_check_weights,
                             .plan_user = e};
     mo.use_mtp = e->n_draft_steps > 0;
     NB_TRY(nbi_model_open(&e->model, e->backend, &mo, err));
@@ -272,25 +194,6 @@ static nb_status open_tokenizer(nb_engine *e, nb_error *err)
     return NB_OK;
 }
 
-static nb_status reserve_memory(nb_engine *e, nbi_dtype kv_dtype, nb_error *err)
-{
-    memory_plan p = {0};
-    NB_TRY(plan_memory(e, &p, kv_dtype, err));
-    e->workspace_bytes = p.workspace;
-    NB_TRY(nbi_model_reserve(e->model, step_rows(e), e->max_running, step_logit_rows(e),
-                             e->max_context, err));
-    NB_TRY(nbi_kv_create(&e->kv, e->backend, nbi_model_config(e->model), kv_dtype, p.n_pages, err));
-    NB_TRY(nbi_kvpool_init(&e->pool, p.n_pages, err));
-    NB_TRY(nbi_prefix_init(&e->prefix, p.n_pages, 64, err));
-    NB_TRY(nbi_step_batch_create(&e->batch, step_rows(e), e->max_running, step_logit_rows(e),
-                                 e->max_context, err));
-    if (e->n_draft_steps)
-        NB_TRY(nbi_step_batch_create(&e->drafting, step_rows(e), e->max_running, step_logit_rows(e),
-                                     e->max_context, err));
-    e->running = nbi_calloc(e->max_running, sizeof *e->running);
-    return e->running ? NB_OK : nbi_fail(err, NB_NO_MEMORY, "engine: out of memory");
-}
-
 static nb_status open_parts(nb_engine *e, const nb_engine_options *o, nb_error *err)
 {
     nbi_dtype kv_dtype;
@@ -298,7 +201,7 @@ static nb_status open_parts(nb_engine *e, const nb_engine_options *o, nb_error *
     NB_TRY(open_backend(e, &kv_dtype, err));
     NB_TRY(open_model(e, err));
     NB_TRY(open_tokenizer(e, err));
-    return reserve_memory(e, kv_dtype, err);
+    return nbi_engine_reserve(e, kv_dtype, err);
 }
 
 nb_status nb_engine_open(nb_engine **out, const nb_engine_options *o, nb_error *err)
@@ -307,7 +210,11 @@ nb_status nb_engine_open(nb_engine **out, const nb_engine_options *o, nb_error *
     if (!e) return nbi_fail(err, NB_NO_MEMORY, "engine: out of memory");
     pthread_mutex_init(&e->lock, NULL);
     pthread_mutex_init(&e->step_lock, NULL);
-    pthread_cond_init(&e->work, NULL);
+    pthread_condattr_t attr;
+    pthread_condattr_init(&attr);
+    pthread_condattr_setclock(&attr, CLOCK_MONOTONIC);
+    pthread_cond_init(&e->work, &attr);
+    pthread_condattr_destroy(&attr);
     atomic_init(&e->seed_counter, nbi_now_ns());
     nbi_meter_init(e);
     nb_status st = open_parts(e, o, err);
@@ -361,8 +268,10 @@ void nb_engine_close(nb_engine **engine)
     nb_engine *e = *engine;
     if (!e) return;
     stop_thread(e);
+    nbi_engine_stop_commit(e);
     if (e->running) end_all(e, NB_FINISH_CANCELLED, NULL);
     nbi_free(e->running);
+    nbi_free(e->turns);
     nbi_step_batch_destroy(&e->batch);
     nbi_step_batch_destroy(&e->drafting);
     nbi_prefix_deinit(&e->prefix);
@@ -381,13 +290,20 @@ void nb_engine_close(nb_engine **engine)
 
 /* ---------------------------------------------------------------- stepping */
 
-static void fail_engine(nb_engine *e, const nb_error *why)
+void nbi_engine_break(nb_engine *e, const nb_error *why)
 {
     pthread_mutex_lock(&e->lock);
-    snprintf(e->failure, sizeof e->failure, "the engine has failed: %s", why->text);
-    e->has_failed = true;
+    bool first = !e->has_failed;
+    if (first) snprintf(e->failure, sizeof e->failure, "the engine has failed: %s", why->text);
+    e->has_failed = e->kick = true;
+    pthread_cond_signal(&e->work);
     pthread_mutex_unlock(&e->lock);
-    nbi_log(NB_LOG_ERROR, "%s", e->failure);
+    if (first) nbi_log(NB_LOG_ERROR, "%s", e->failure);
+}
+
+static void fail_engine(nb_engine *e, const nb_error *why)
+{
+    nbi_engine_break(e, why);
     end_all(e, NB_FINISH_ERROR, e->failure);
 }
 
@@ -395,7 +311,10 @@ nb_status nb_engine_step(nb_engine *e, bool *worked, nb_error *err)
 {
     nb_error why = {0};
     *worked = false;
-    if (nb_engine_failure(e)) return nbi_fail(err, NB_CLOSED, "%s", e->failure);
+    if (nb_engine_failure(e)) {
+        end_all(e, NB_FINISH_ERROR, e->failure);
+        return nbi_fail(err, NB_CLOSED, "%s", e->failure);
+    }
     nb_status st = nbi_engine_step_once(e, worked, &why);
     if (st == NB_OK) return NB_OK;
     fail_engine(e, &why);
@@ -419,6 +338,25 @@ void nb_engine_on_step(nb_engine *e, void (*after)(void *user), void *user)
     pthread_mutex_unlock(&e->step_lock);
 }
 
+/* Until there is work. Called with the lock held. */
+static void wait_for_work(nb_engine *e)
+{
+    while (!e->waiting_head && !e->kick && !atomic_load(&e->stopping)) {
+        uint64_t until = e->first_deadline_ns;
+        for (uint32_t i = 0; i < e->n_running; i++) {
+            uint64_t deadline = e->running[i]->deadline_ns;
+            if (deadline && deadline < until) until = deadline;
+        }
+        if (until == UINT64_MAX) {
+            pthread_cond_wait(&e->work, &e->lock);
+            continue;
+        }
+        struct timespec at = {.tv_sec = (time_t)(until / 1000000000u),
+                              .tv_nsec = (long)(until % 1000000000u)};
+        if (pthread_cond_timedwait(&e->work, &e->lock, &at) == ETIMEDOUT) return;
+    }
+}
+
 /* Steps while there is work, sleeps otherwise. A step without work although requests run means
  * their readers are behind: a read wakes us. */
 static void *thread_main(void *arg)
@@ -427,8 +365,7 @@ static void *thread_main(void *arg)
     bool worked = true;
     while (!atomic_load(&e->stopping)) {
         pthread_mutex_lock(&e->lock);
-        while (!worked && !e->waiting_head && !e->kick && !atomic_load(&e->stopping))
-            pthread_cond_wait(&e->work, &e->lock);
+        if (!worked) wait_for_work(e);
         e->kick = false;
         pthread_mutex_unlock(&e->lock);
         if (nb_engine_step(e, &worked, NULL) != NB_OK) break;
@@ -463,6 +400,9 @@ void nb_engine_get_info(const nb_engine *e, nb_engine_info *info)
                              .weight_bytes = nbi_model_weight_bytes(e->model),
                              .kv_bytes = e->kv.bytes,
                              .workspace_bytes = e->workspace_bytes,
+                             .request_bytes = e->request_bytes_max,
+                             .max_running = e->max_running,
+                             .max_queued = e->max_queued,
                              .eos_ids = c->eos,
                              .n_eos = c->n_eos,
                              .has_tokenizer = e->tokenizer != NULL};

@@ -67,14 +67,18 @@ struct nb_request {
     uint32_t n_pages, n_pages_max;
     uint32_t n_shared;              /* of them, from the front: nodes of the prefix tree */
     int32_t priority;               /* lower goes first */
+    uint64_t client;                /* for turns within a priority */
+    uint64_t deadline_ns;           /* on the clock of nbi_now_ns(); 0: none */
+    size_t bytes;                   /* counted in the engine's request_bytes */
     atomic_uint cached_tokens;      /* of the prompt, found in the tree at first admission */
     int32_t drafts[NBI_DRAFTS_MAX]; /* [n_drafts] guesses at the tokens behind tokens[] */
     uint32_t n_drafts, drafts_wanted;
-    bool admitted; /* once */
     nb_count count_as;
     nbi_request_clock clock;
     uint64_t metered_ns; /* when it was last given tokens */
     nb_finish finish;    /* of the event that ended it */
+    bool admitted;       /* once */
+    bool preempted;      /* waits again: goes before those of its priority that never ran */
     nbi_penalties penalties;
     nb_grammar grammar; /* mask NULL: none */
     uint32_t
@@ -119,6 +123,14 @@ typedef struct nbi_step_batch {
     uint32_t max_rows, max_seqs, max_logit_rows, page_stride;
 } nbi_step_batch;
 
+/* Clients are told apart by a hash into so many places; two that share one share its turns. */
+#define NBI_CLIENTS 1024u
+
+typedef struct nbi_client_turn {
+    uint64_t last;    /* its latest admission, counted over all */
+    uint32_t running; /* its requests in the running list */
+} nbi_client_turn;
+
 struct nb_engine {
     nb_engine_options options; /* strings copied into `strings` */
     nbi_arena strings;
@@ -128,8 +140,17 @@ struct nb_engine {
     nbi_kv kv;
     nbi_kvpool pool;
     nbi_prefix prefix;
-    bool lpm;            /* schedule policy: longest cached prefix first */
-    bool has_priorities; /* some request came with one; under `lock` */
+    bool lpm; /* schedule policy: longest cached prefix first */
+    uint32_t max_queued, decode_steps;
+    uint32_t decode_run; /* decode steps since the queue was last looked at; the step's */
+    pthread_t commit_thread;
+    bool has_commit_thread;
+    uint64_t request_bytes_max;
+    atomic_uint_fast64_t request_bytes; /* of requests that are not freed yet */
+    nbi_client_turn *turns;             /* [NBI_CLIENTS]; under `lock` */
+    uint64_t next_turn;
+    uint64_t first_deadline_ns; /* none in the queue is earlier; UINT64_MAX: none; under `lock` */
+    bool has_cancelled;         /* somebody may have been cancelled while waiting; under `lock` */
     nbi_step_batch batch;
     nbi_step_batch drafting; /* the MTP layer's */
     uint32_t n_draft_steps;  /* 0: no drafting */
@@ -161,9 +182,23 @@ struct nb_engine {
     char failure[NB_ERROR_TEXT_MAX];
 };
 
+/* ---- memory.c: what is reserved at the start */
+/* An nbi_model_options.plan: refuses weights that do not fit, before any is read. */
+nb_status nbi_engine_check_weights(void *engine, const nbi_config *config, uint64_t weight_bytes,
+                                   nb_error *err);
+/* Plans, prints the plan, reserves. */
+nb_status nbi_engine_reserve(nb_engine *e, nbi_dtype kv_dtype, nb_error *err);
+/* Ends the thread that commits the KV pages. */
+void nbi_engine_stop_commit(nb_engine *e);
+/* What a request of n_max tokens takes, without penalties and grammar. */
+size_t nbi_request_bytes(uint32_t n_max, size_t n_text);
+
 /* ---- batch.c */
 nb_status nbi_step_batch_create(nbi_step_batch *batch, uint32_t max_rows, uint32_t max_seqs,
                                 uint32_t max_logit_rows, uint32_t max_context, nb_error *err);
+/* Bytes that nbi_step_batch_create() takes. */
+size_t nbi_step_batch_bytes(uint32_t max_rows, uint32_t max_seqs, uint32_t max_logit_rows,
+                            uint32_t max_context);
 void nbi_step_batch_destroy(nbi_step_batch *batch);
 void nbi_step_batch_clear(nbi_step_batch *batch);
 /* Adds `rows` rows of the request from its n_cached on; wants logits where its sampling asks for
@@ -192,8 +227,10 @@ void nbi_queue_push_front(nb_engine *e, nb_request *r);
 /* Who is to be admitted next by priority and policy; stays in the list. NULL when nobody waits. */
 nb_request *nbi_queue_best(nb_engine *e);
 void nbi_queue_remove(nb_engine *e, nb_request *r);
-/* Takes every cancelled request out, chained by `next`. */
-nb_request *nbi_queue_take_cancelled(nb_engine *e);
+/* Takes every request out that is cancelled or whose time is over, chained by `next`. */
+nb_request *nbi_queue_take_ended(nb_engine *e, uint64_t now_ns);
+/* The place of a request's client. */
+nbi_client_turn *nbi_queue_turn(const nb_engine *e, const nb_request *r);
 
 /* ---- pages.c: the step's */
 uint32_t nbi_kv_pages_free(const nb_engine *e);
@@ -239,10 +276,14 @@ void nbi_meter_step(nb_engine *e, uint64_t begin_ns, uint32_t rows);
 nb_status nbi_penalties_init(nbi_penalties *p, const nb_sampling *s, uint32_t vocab,
                              uint32_t max_tokens, nb_error *err);
 void nbi_penalties_deinit(nbi_penalties *p);
+/* Bytes that nbi_penalties_init() takes. */
+size_t nbi_penalties_bytes(const nb_sampling *s, uint32_t vocab, uint32_t max_tokens);
 void nbi_penalties_add(nbi_penalties *p, const nb_sampling *s, int32_t id, bool is_answer);
 
 /* ---- request.c */
 void nbi_request_unref(nb_request *r);
+/* Nothing can be served from here on; the next step ends what runs. Any thread. */
+void nbi_engine_break(nb_engine *e, const nb_error *why);
 /* Wakes the engine's thread. */
 void nbi_engine_kick(nb_engine *e);
 

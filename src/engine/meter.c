@@ -153,7 +153,7 @@ static void observe(nb_engine *e, const nb_request *r)
 
 void nbi_meter_end(nb_engine *e, const nb_request *r)
 {
-    nb_finish finish = r->finish;
+    nb_finish finish = r->finish == NB_FINISH_TIMEOUT ? NB_FINISH_ERROR : r->finish;
     if (r->count_as == NB_COUNT_PROMPT && finish == NB_FINISH_STOP) finish = NB_FINISH_LENGTH;
     if (r->count_as == NB_COUNT_NONE) return;
     if (finish == NB_FINISH_STOP || finish == NB_FINISH_LENGTH) observe(e, r);

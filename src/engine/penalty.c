@@ -29,11 +29,23 @@ static void refresh(nbi_penalties *p, const nb_sampling *s, uint32_t at)
         p->fixed[at] - s->frequency_penalty * count - (p->count[at] ? s->presence_penalty : 0);
 }
 
+static uint32_t entries(const nb_sampling *s, uint32_t vocab, uint32_t max_tokens)
+{
+    return max_tokens + s->n_logit_bias < vocab ? max_tokens + s->n_logit_bias : vocab;
+}
+
+size_t nbi_penalties_bytes(const nb_sampling *s, uint32_t vocab, uint32_t max_tokens)
+{
+    if (!wants_any(s)) return 0;
+    size_t each = sizeof(nbi_sample_adjust) + sizeof(float) + sizeof(uint32_t);
+    return vocab * sizeof(uint32_t) + entries(s, vocab, max_tokens) * each;
+}
+
 nb_status nbi_penalties_init(nbi_penalties *p, const nb_sampling *s, uint32_t vocab,
                              uint32_t max_tokens, nb_error *err)
 {
     if (!wants_any(s)) return NB_OK;
-    p->cap = max_tokens + s->n_logit_bias < vocab ? max_tokens + s->n_logit_bias : vocab;
+    p->cap = entries(s, vocab, max_tokens);
     p->index = nbi_calloc(vocab, sizeof *p->index);
     p->adjust = nbi_calloc(p->cap, sizeof *p->adjust);
     p->fixed = nbi_calloc(p->cap, sizeof *p->fixed);

@@ -3,6 +3,7 @@
 #include <string.h>
 #include <time.h>
 
+#include "base/clock.h"
 #include "engine/engine.h"
 
 void nbi_engine_kick(nb_engine *e)
@@ -131,6 +132,29 @@ static nb_status take_constraints(nb_request *r, const nb_engine *e, const nb_re
     return r->masks ? NB_OK : nbi_fail(err, NB_NO_MEMORY, "request: out of memory");
 }
 
+size_t nbi_request_bytes(uint32_t n_max, size_t n_text)
+{
+    size_t pages = (n_max + NBI_PAGE_TOKENS - 1) / NBI_PAGE_TOKENS;
+    return sizeof(nb_request) + (n_max + pages) * sizeof(int32_t) +
+           NBI_EVENTS_MAX * sizeof(nbi_event_slot) + n_text;
+}
+
+/* Takes the request's share of the memory planned for requests. */
+static nb_status count_bytes(nb_request *r, nb_engine *e, const nb_request_options *o,
+                             nb_error *err)
+{
+    uint32_t vocab = nbi_model_config(e->model)->vocab;
+    r->bytes = nbi_request_bytes(r->n_max, (size_t)r->text_cap + r->text_worst) +
+               nbi_penalties_bytes(&r->sampling, vocab, r->n_max);
+    if (o->grammar) r->bytes += (size_t)(1 + e->n_draft_steps) * ((vocab + 31) / 32) * 4;
+    uint64_t all = atomic_fetch_add(&e->request_bytes, r->bytes) + r->bytes;
+    if (all <= e->request_bytes_max || o->count == NB_COUNT_NONE) return NB_OK; /* a probe */
+    return nbi_fail(err, NB_BUSY,
+                    "the %.1f MB planned for requests are in use, and this one takes %.1f MB; try "
+                    "again later",
+                    (double)e->request_bytes_max / 1e6, (double)r->bytes / 1e6);
+}
+
 static nb_status fill(nb_request *r, nb_engine *e, const nb_request_options *o, nb_error *err)
 {
     r->sampling = o->sampling;
@@ -143,6 +167,7 @@ static nb_status fill(nb_request *r, nb_engine *e, const nb_request_options *o, 
     size_t worst = NBI_DECODER_ROOM(e->max_token_bytes) + NBI_DECODER_ROOM(0);
     r->text_worst = (uint32_t)(worst + 2 * nbi_stop_room(r->stop, worst));
     r->text_cap = (8 + e->n_draft_steps) * r->text_worst + 2048;
+    NB_TRY(count_bytes(r, e, o, err));
     r->tokens = nbi_malloc(r->n_max * sizeof *r->tokens);
     r->pages = nbi_malloc(r->n_pages_max * sizeof *r->pages);
     r->ring = nbi_calloc(NBI_EVENTS_MAX, sizeof *r->ring);
@@ -152,6 +177,8 @@ static nb_status fill(nb_request *r, nb_engine *e, const nb_request_options *o, 
     r->whole = r->text_ring + r->text_cap;
     memcpy(r->tokens, o->prompt, o->n_prompt * sizeof *r->tokens);
     r->priority = o->priority;
+    r->client = o->client;
+    if (o->timeout_ms) r->deadline_ns = nbi_now_ns() + o->timeout_ms * UINT64_C(1000000);
     NB_TRY(take_constraints(r, e, o, err));
     r->notify = o->notify;
     r->notify_user = o->notify_user;
@@ -172,6 +199,7 @@ static void destroy(nb_request *r)
     nbi_free(r->pages);
     nbi_free(r->ring);
     nbi_free(r->text_ring);
+    atomic_fetch_sub(&r->engine->request_bytes, r->bytes);
     nbi_free(r);
 }
 
@@ -212,8 +240,10 @@ static nb_status enqueue(nb_engine *e, nb_request *r, nb_error *err)
         st = nbi_fail(err, NB_CLOSED, "%s", e->failure);
     } else if (atomic_load(&e->stopping)) {
         st = nbi_fail(err, NB_CLOSED, "the engine is shutting down");
+    } else if (e->n_waiting >= e->max_queued && r->count_as != NB_COUNT_NONE) {
+        st = nbi_fail(err, NB_BUSY, "%u requests wait already, as many as may; try again later",
+                      e->n_waiting);
     } else {
-        e->has_priorities |= r->priority != 0;
         nbi_queue_push(e, r);
         pthread_cond_signal(&e->work);
     }
@@ -308,8 +338,12 @@ const char *nb_request_error(const nb_request *r)
 
 void nb_request_cancel(nb_request *r)
 {
+    nb_engine *e = r->engine;
     atomic_store(&r->cancelled, true);
-    nbi_engine_kick(r->engine);
+    pthread_mutex_lock(&e->lock);
+    e->kick = e->has_cancelled = true;
+    pthread_cond_signal(&e->work);
+    pthread_mutex_unlock(&e->lock);
 }
 
 void nb_request_close(nb_request **request)

@@ -1,10 +1,10 @@
 /* One step: reap, admit, build the batch, run it, hand out tokens.
  *
- * Order is first come, first served. Every running request gets its decode row first; prompts share
- * what is left of the token budget in order of admission. When pages run out, the youngest running
- * request is put back to the head of the queue and will be computed again; the same tokens come
- * out, since a row's bits depend on its own request alone. The oldest always proceeds: the pool
- * holds a whole context. */
+ * Order is first come, first served; clients of one priority take turns (queue.c). Every running
+ * request gets its decode row first; prompts share what is left of the token budget in order of
+ * admission. When pages run out, the youngest running request is put back to the head of the queue
+ * and will be computed again; the same tokens come out, since a row's bits depend on its own
+ * request alone. The oldest always proceeds: the pool holds a whole context. */
 #include <stdio.h>
 
 #include "base/clock.h"
@@ -26,7 +26,7 @@ static uint32_t min_u32(uint32_t a, uint32_t b)
 static void count_end(nb_engine *e, nb_finish finish)
 {
     pthread_mutex_lock(&e->lock);
-    if (finish == NB_FINISH_ERROR) {
+    if (finish == NB_FINISH_ERROR || finish == NB_FINISH_TIMEOUT) {
         e->stats.requests_failed++;
     } else if (finish == NB_FINISH_CANCELLED) {
         e->stats.requests_cancelled++;
@@ -43,33 +43,53 @@ static void retire(nb_engine *e, uint32_t i)
     nb_request *r = e->running[i];
     nbi_meter_end(e, r);
     nbi_request_drop_pages(e, r);
+    pthread_mutex_lock(&e->lock);
+    nbi_queue_turn(e, r)->running--;
+    pthread_mutex_unlock(&e->lock);
     for (uint32_t j = i; j + 1 < e->n_running; j++) e->running[j] = e->running[j + 1];
     e->n_running--;
     nbi_request_unref(r);
 }
 
-static void reap_running(nb_engine *e)
+static const char *where_is(const nb_request *r, bool runs)
+{
+    if (!runs) return "in the queue";
+    return r->n_tokens > r->n_prompt ? "while it was answered" : "while its prompt was read";
+}
+
+/* Somebody cancelled it, or its time is over. */
+static void end_early(nb_engine *e, nb_request *r, bool runs)
+{
+    char why[NB_ERROR_TEXT_MAX];
+    nb_finish finish = atomic_load(&r->cancelled) ? NB_FINISH_CANCELLED : NB_FINISH_TIMEOUT;
+    snprintf(why, sizeof why, "the request's time was over %s, after %u tokens of the answer",
+             where_is(r, runs), r->n_tokens - r->n_prompt);
+    nbi_request_end(r, finish, finish == NB_FINISH_TIMEOUT ? why : NULL);
+    count_end(e, finish);
+}
+
+static void reap_running(nb_engine *e, uint64_t now_ns)
 {
     for (uint32_t i = 0; i < e->n_running;) {
-        if (!atomic_load(&e->running[i]->cancelled)) {
+        nb_request *r = e->running[i];
+        bool late = r->deadline_ns && r->deadline_ns <= now_ns;
+        if (!late && !atomic_load(&r->cancelled)) {
             i++;
             continue;
         }
-        nbi_request_end(e->running[i], NB_FINISH_CANCELLED, NULL);
-        count_end(e, NB_FINISH_CANCELLED);
+        end_early(e, r, true);
         retire(e, i);
     }
 }
 
-static void reap_waiting(nb_engine *e)
+static void reap_waiting(nb_engine *e, uint64_t now_ns)
 {
     pthread_mutex_lock(&e->lock);
-    nb_request *r = nbi_queue_take_cancelled(e);
+    nb_request *r = nbi_queue_take_ended(e, now_ns);
     pthread_mutex_unlock(&e->lock);
     while (r) {
         nb_request *next = r->next;
-        nbi_request_end(r, NB_FINISH_CANCELLED, NULL);
-        count_end(e, NB_FINISH_CANCELLED);
+        end_early(e, r, false);
         nbi_meter_end(e, r);
         nbi_request_unref(r);
         r = next;
@@ -87,6 +107,10 @@ static bool fits(const nb_engine *e, const nb_request *r)
 static void start(nb_engine *e, nb_request *r)
 {
     nbi_queue_remove(e, r);
+    nbi_client_turn *turn = nbi_queue_turn(e, r);
+    turn->running++;
+    turn->last = ++e->next_turn;
+    r->preempted = false;
     nbi_request_match_prefix(e, r);
     e->running[e->n_running++] = r;
     if (r->admitted) return; /* preempted before: the first admission counts */
@@ -95,9 +119,21 @@ static void start(nb_engine *e, nb_request *r)
     nbi_meter_admit(e, r);
 }
 
+/* While every running request decodes, the queue is looked at every decode_steps steps only. */
+static bool skips_queue(nb_engine *e)
+{
+    bool decodes = e->n_running > 0;
+    for (uint32_t i = 0; i < e->n_running; i++)
+        decodes = decodes && e->running[i]->n_tokens - e->running[i]->n_cached == 1;
+    if (decodes && ++e->decode_run < e->decode_steps) return true;
+    e->decode_run = 0;
+    return false;
+}
+
 /* Admits while there is a slot and the next in line fits. */
 static void admit(nb_engine *e)
 {
+    if (e->decode_steps > 1 && skips_queue(e)) return;
     pthread_mutex_lock(&e->lock);
     if (e->flush) nbi_kv_pages_flush(e);
     e->flush = false;
@@ -119,6 +155,8 @@ static bool preempt_youngest(nb_engine *e, uint32_t keep)
     nb_request *r = e->running[--e->n_running];
     nbi_request_drop_pages(e, r);
     pthread_mutex_lock(&e->lock);
+    r->preempted = true;
+    nbi_queue_turn(e, r)->running--;
     nbi_queue_push_front(e, r);
     e->stats.preemptions++;
     pthread_mutex_unlock(&e->lock);
@@ -344,8 +382,9 @@ static nb_status run(nb_engine *e, nb_error *err)
 
 nb_status nbi_engine_step_once(nb_engine *e, bool *worked, nb_error *err)
 {
-    reap_running(e);
-    reap_waiting(e);
+    uint64_t now_ns = nbi_now_ns();
+    reap_running(e, now_ns);
+    reap_waiting(e, now_ns);
     if (e->notified) publish(e);
     nbi_engine_after_step(e); /* what was cancelled need not wait for this step */
     admit(e);

@@ -68,6 +68,7 @@ nb_status nbi_api_from(nbi_api_error *e, nb_status status, const nb_error *err, 
 {
     const char *text = err && err->text[0] ? err->text : nb_status_text(status);
     const char *code = status == NB_TOO_LARGE ? "context_length_exceeded" : NULL;
+    if (status == NB_BUSY) code = "queue_full";
     unsigned http = http_of(status);
     return nbi_api_fail(e, http, code, http == 400 ? param : NULL, "%s", text);
 }
@@ -75,6 +76,7 @@ nb_status nbi_api_from(nbi_api_error *e, nb_status status, const nb_error *err, 
 static const char *type_of(unsigned http)
 {
     if (http == 503) return "service_unavailable";
+    if (http == 504) return "timeout_error";
     return http >= 500 ? "server_error" : "invalid_request_error";
 }
 

@@ -297,7 +297,8 @@ static nb_status open_job(nbi_exchange *ex, const nbi_surface *surface)
         NB_TRY(nbi_body_parse(&root, ex->body.data, ex->body.len, &ex->error));
     }
     nbi_exchange_drop_body(ex);
-    const nbi_job_hooks hooks = {.notify = on_notify, .event = on_event, .user = ex};
+    const nbi_job_hooks hooks = {
+        .notify = on_notify, .event = on_event, .user = ex, .client = ex->client};
     nb_status status = nbi_job_open(&job, surface, ex->server->served, root, &hooks, &ex->error);
     json_decref(root);
     pthread_mutex_lock(&ex->server->lock);

@@ -52,6 +52,7 @@ struct nbi_exchange {
     bool signalled, suspended; /* under lock */
     bool direct;               /* under lock: suspended, and the sender's */
     bool watched;
+    uint64_t client; /* nbi_client_of() */
     bool http_1_1;
     bool plain_chunks; /* the stream's chunks may be written to the socket by us */
     bool broken;       /* a chunk was sent in part and will not be completed */

@@ -14,6 +14,7 @@
 #include <sys/resource.h>
 
 #include "base/log.h"
+#include "server/client.h"
 #include "server/cors.h"
 #include "server/metrics.h"
 
@@ -119,12 +120,18 @@ static nb_status check_key(nbi_exchange *ex)
 {
     nbi_keys *keys = ex->server->keys;
     const char *given = given_key(ex);
-    if (ex->route->open || !nbi_keys_count(keys)) return NB_OK;
+    if (ex->route->open || !nbi_keys_count(keys)) {
+        ex->client = nbi_client_of(ex, NULL);
+        return NB_OK;
+    }
     if (!given) {
         return nbi_api_fail(&ex->error, 401, "invalid_api_key", NULL,
                             "this server needs an API key: Authorization: Bearer KEY");
     }
-    if (nbi_keys_match(keys, given)) return NB_OK;
+    if (nbi_keys_match(keys, given)) {
+        ex->client = nbi_client_of(ex, given);
+        return NB_OK;
+    }
     return nbi_api_fail(&ex->error, 401, "invalid_api_key", NULL, "the API key is not known here");
 }
 

@@ -140,6 +140,8 @@ static nb_status submit(nbi_job *job, nbi_choice *choice, nbi_api_error *e)
                                   .n_prompt = prompt->n_ids,
                                   .sampling = job->params.sampling,
                                   .priority = job->params.priority,
+                                  .client = job->hooks.client,
+                                  .timeout_ms = job->served->request_timeout_ms,
                                   .notify_events = job->params.stream ? 0 : READ_EVENTS,
                                   .notify = on_notify,
                                   .notify_user = choice,
@@ -322,6 +324,10 @@ static void take_finish(nbi_job *job, nbi_choice *c, const nb_event *event)
     if (why) nbi_log(NB_LOG_WARN, "%s: an answer was ended early: %s", job->constraint.field, why);
     if (event->finish == NB_FINISH_ERROR) {
         nbi_api_fail(&e, 500, NULL, NULL, "%s", nb_request_error(c->request));
+        nbi_job_fail(job, &e);
+    } else if (event->finish == NB_FINISH_TIMEOUT) {
+        nbi_api_fail(&e, 504, "request_timeout", NULL, "%s (--request-timeout)",
+                     nb_request_error(c->request));
         nbi_job_fail(job, &e);
     } else if (event->finish == NB_FINISH_CANCELLED && atomic_load(&c->was_aborted)) {
         if (job->surface->shows_abort) return;

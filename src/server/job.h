@@ -110,6 +110,7 @@ typedef struct nbi_job_hooks {
     void (*notify)(void *user); /* from any thread */
     void (*event)(void *user);  /* from the engine's, whose nb_engine_on_step() function follows */
     void *user;
+    uint64_t client; /* nb_request_options.client */
 } nbi_job_hooks;
 
 struct nbi_job {

@@ -59,7 +59,8 @@ typedef struct nbi_served {
     const char *no_grammars;        /* the sentence why not; static */
     int64_t created;                /* seconds since 1970 when it became ready */
     uint64_t id_key;
-    bool keep_text; /* jobs keep the text of their answers for the log */
+    uint32_t request_timeout_ms; /* 0: none */
+    bool keep_text;              /* jobs keep the text of their answers for the log */
     const char **names;
     char *architectures; /* of config.json, a JSON list; NULL: none */
 } nbi_served;

@@ -48,10 +48,25 @@ static void cpu_close(nbi_backend **b)
     *b = NULL;
 }
 
+/* Committed: what was planned at the start is there when it is needed. */
+static void *alloc_pages(size_t bytes)
+{
+    void *p = nbi_pages_alloc(bytes);
+    if (!p || nbi_pages_commit(p, bytes)) return p;
+    nbi_pages_free(p, bytes);
+    return NULL;
+}
+
 static void *cpu_alloc(nbi_backend *b, size_t bytes)
 {
     (void)b;
     return nbi_pages_alloc(bytes);
+}
+
+static bool cpu_commit(nbi_backend *b, void *p, size_t bytes)
+{
+    (void)b;
+    return nbi_pages_commit(p, bytes);
 }
 
 static void cpu_release(nbi_backend *b, void *p, size_t bytes)
@@ -95,9 +110,9 @@ static nb_status cpu_reserve(nbi_backend *b, const nbi_limits *limits, nb_error 
     const size_t linear = nbi_cpu_linear_scratch(cpu, limits);
     const size_t attention = nbi_cpu_attention_workspace(cpu, limits);
     cpu_release_scratch(cpu);
-    if (linear && !(cpu->scratch = nbi_pages_alloc(linear))) goto fail;
+    if (linear && !(cpu->scratch = alloc_pages(linear))) goto fail;
     cpu->scratch_bytes = linear;
-    if (attention && !(cpu->attention = nbi_pages_alloc(attention))) goto fail;
+    if (attention && !(cpu->attention = alloc_pages(attention))) goto fail;
     cpu->attention_bytes = attention;
     return NB_OK;
 fail:
@@ -120,6 +135,7 @@ const nbi_backend_ops nbi_cpu_ops = {
     .open = cpu_open,
     .close = cpu_close,
     .alloc = cpu_alloc,
+    .commit = cpu_commit,
     .release = cpu_release,
     .upload = cpu_copy,
     .download = cpu_copy,
