@@ -87,10 +87,8 @@ static void encoder_give(nbi_encoder_stock *t, nbi_encoder *e)
     encoder_destroy(&e);
 }
 
-void nbi_tokenizer_close(nbi_tokenizer **tokenizer)
+void nbi_tokenizer_destroy(nbi_tokenizer *t)
 {
-    nbi_tokenizer *t = *tokenizer;
-    if (!t) return;
     while (t->stock && t->stock->idle) {
         nbi_encoder *e = t->stock->idle;
         t->stock->idle = e->next;
@@ -107,7 +105,6 @@ void nbi_tokenizer_close(nbi_tokenizer **tokenizer)
     nbi_bpe_destroy(&t->bpe);
     nbi_free(t->flags);
     nbi_free(t);
-    *tokenizer = NULL;
 }
 
 /* ---------------------------------------------------------------- encoding */

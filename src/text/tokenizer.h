@@ -38,7 +38,8 @@ static inline nb_status nbi_ids_add(nbi_ids *ids, int32_t id)
 void nbi_ids_free(nbi_ids *ids);
 
 /* Reads dir/tokenizer.json. NB_NOT_FOUND when there is none, NB_CORRUPT or NB_UNSUPPORTED with the
- * place. */
+ * place. While one of the same unchanged file is open, that one is shared: each open needs its
+ * close. */
 nb_status nbi_tokenizer_open(nbi_tokenizer **out, const char *dir, nb_error *err);
 /* The same from memory; `name` is what errors call it. */
 nb_status nbi_tokenizer_parse(nbi_tokenizer **out, const char *json, size_t n, const char *name,

@@ -31,6 +31,12 @@ typedef struct nbi_encoder_stock {
     size_t n_idle;
 } nbi_encoder_stock;
 
+/* Tells whether a file is the same and unchanged. */
+typedef struct nbi_tokenizer_file {
+    uint64_t device, inode, bytes;
+    int64_t seconds, nanoseconds; /* of its last change */
+} nbi_tokenizer_file;
+
 struct nbi_tokenizer {
     nbi_bpe *bpe;
     nbi_normalizer *normalizer; /* NULL: none */
@@ -41,7 +47,12 @@ struct nbi_tokenizer {
     uint8_t *flags;            /* [nbi_bpe_size(bpe)] NBI_TOKEN_* */
     nbi_arena texts;           /* of added tokens */
     nbi_encoder_stock *stock;
+    nbi_tokenizer_file file; /* under the lock of nbi_tokenizer_open(), like the next two */
+    nbi_tokenizer *next;     /* open ones that came from files */
+    uint32_t refs;           /* 0: not from a file */
 };
+
+void nbi_tokenizer_destroy(nbi_tokenizer *t);
 
 #ifdef __cplusplus
 }

@@ -1,6 +1,7 @@
 /* tokenizer.json -> tokenizer (see tokenizer.h for what is understood). Every member is checked
  * before use. */
 #include <string.h>
+#include <sys/stat.h>
 
 #include "base/file.h"
 #include "base/json.h"
@@ -318,16 +319,78 @@ nb_status nbi_tokenizer_parse(nbi_tokenizer **out, const char *json, size_t n, c
     return st;
 }
 
+/* ---------------------------------------------------------------- files */
+
+/* Tokenizers that are open, so that engine and server share one. Held while a file is read: who
+ * asks for it meanwhile waits for it. */
+static pthread_mutex_t open_lock = PTHREAD_MUTEX_INITIALIZER;
+static nbi_tokenizer *open_first;
+
+static bool identify(nbi_tokenizer_file *out, const char *path)
+{
+    struct stat st;
+    if (stat(path, &st) != 0) return false;
+    *out = (nbi_tokenizer_file){.device = (uint64_t)st.st_dev,
+                                .inode = (uint64_t)st.st_ino,
+                                .bytes = (uint64_t)st.st_size,
+                                .seconds = (int64_t)st.st_mtim.tv_sec,
+                                .nanoseconds = (int64_t)st.st_mtim.tv_nsec};
+    return true;
+}
+
+/* Called with the lock held. */
+static nb_status open_file(nbi_tokenizer **out, const char *path, nb_error *err)
+{
+    nbi_tokenizer_file file;
+    char *text = NULL;
+    size_t n = 0;
+    if (!identify(&file, path)) return nbi_fail(err, NB_NOT_FOUND, "%s: no such file", path);
+    for (nbi_tokenizer *t = open_first; t; t = t->next) {
+        if (memcmp(&t->file, &file, sizeof file) != 0) continue;
+        t->refs++;
+        *out = t;
+        return NB_OK;
+    }
+    NB_TRY(nbi_file_read(&text, &n, path, FILE_MAX, err));
+    nbi_tokenizer *t = NULL;
+    nb_status st = nbi_tokenizer_parse(&t, text, n, path, err);
+    nbi_free(text);
+    if (st != NB_OK) return st;
+    t->file = file;
+    t->refs = 1;
+    t->next = open_first;
+    open_first = *out = t;
+    return NB_OK;
+}
+
 nb_status nbi_tokenizer_open(nbi_tokenizer **out, const char *dir, nb_error *err)
 {
-    char *path = nbi_path_join(dir, "tokenizer.json"), *text = NULL;
-    size_t n = 0;
+    char *path = nbi_path_join(dir, "tokenizer.json");
     if (!path) return nbi_fail(err, NB_NO_MEMORY, "out of memory");
-    nb_status st =
-        nbi_file_exists(path) ? NB_OK : nbi_fail(err, NB_NOT_FOUND, "%s: no such file", path);
-    if (st == NB_OK) st = nbi_file_read(&text, &n, path, FILE_MAX, err);
-    if (st == NB_OK) st = nbi_tokenizer_parse(out, text, n, path, err);
-    nbi_free(text);
+    pthread_mutex_lock(&open_lock);
+    nb_status st = open_file(out, path, err);
+    pthread_mutex_unlock(&open_lock);
     nbi_free(path);
     return st;
+}
+
+/* Takes one reference; true when it was the last. */
+static bool is_last(nbi_tokenizer *t)
+{
+    pthread_mutex_lock(&open_lock);
+    bool last = !t->refs || --t->refs == 0;
+    for (nbi_tokenizer **at = &open_first; last && *at; at = &(*at)->next) {
+        if (*at != t) continue;
+        *at = t->next;
+        break;
+    }
+    pthread_mutex_unlock(&open_lock);
+    return last;
+}
+
+void nbi_tokenizer_close(nbi_tokenizer **tokenizer)
+{
+    nbi_tokenizer *t = *tokenizer;
+    *tokenizer = NULL;
+    if (t && is_last(t)) nbi_tokenizer_destroy(t);
 }

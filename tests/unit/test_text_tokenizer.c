@@ -7,6 +7,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
+#include <unistd.h>
 
 #include "base/json.h"
 #include "base/mem.h"
@@ -227,12 +228,45 @@ static void test_out_of_memory(void **state)
     assert_true(done);
 }
 
+/* The same unchanged file is read once; a changed one again. */
+static void test_shared(void **state)
+{
+    (void)state;
+    static const char json[] =
+        "{\"model\":{\"type\":\"BPE\",\"vocab\":{\"a\":0},\"merges\":[]},"
+        "\"pre_tokenizer\":{\"type\":\"ByteLevel\",\"add_prefix_space\":false,"
+        "\"trim_offsets\":true,\"use_regex\":true}}";
+    char folder[] = "/tmp/nibble-tokenizer-XXXXXX", path[64];
+    assert_non_null(mkdtemp(folder));
+    snprintf(path, sizeof path, "%s/tokenizer.json", folder);
+    nbi_tokenizer *a = NULL, *b = NULL, *c = NULL;
+    nb_error err = {0};
+    for (int round = 0; round < 2; round++) {
+        FILE *f = fopen(path, "w");
+        assert_non_null(f);
+        fprintf(f, "%s%*s", json, round, "");
+        fclose(f);
+        nbi_tokenizer **first = round ? &c : &a;
+        if (nbi_tokenizer_open(first, folder, &err) != NB_OK) fail_msg("%s", err.text);
+        assert_int_equal(nbi_tokenizer_open(&b, folder, &err), NB_OK);
+        assert_ptr_equal(*first, b);
+        nbi_tokenizer_close(&b);
+        assert_null(b);
+        assert_int_equal(nbi_tokenizer_size(*first), 1);
+    }
+    assert_ptr_not_equal(a, c);
+    nbi_tokenizer_close(&a);
+    nbi_tokenizer_close(&c);
+    remove(path);
+    rmdir(folder);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_small),         cmocka_unit_test(test_guarded_ranges),
         cmocka_unit_test(test_long_piece),    cmocka_unit_test(test_threads),
-        cmocka_unit_test(test_out_of_memory),
+        cmocka_unit_test(test_out_of_memory), cmocka_unit_test(test_shared),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
