@@ -72,7 +72,8 @@ static void tick(nbi_job *job)
     nb_engine_get_stats(job->served->engine, &stats);
     nb_request_get_times(c->request, &times);
     if (!times.admitted_ns && stats.n_steps != s->steps) {
-        s->busy = c->done = true;
+        s->busy = true;
+        c->done = true;
         job->n_done++;
     } else if (age_ms >= LIMIT_MS) {
         nbi_api_fail(&e, 503, "no_token", NULL, "no token was generated within %u s",
