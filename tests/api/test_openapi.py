@@ -48,8 +48,8 @@ def quick_model(nibble_bin, model_dir, tmp_path_factory):
 @pytest.fixture(scope="module")
 def small(serve, quick_model):
     """Answers are short, because the context is."""
-    server = serve("--context-length", "32" if SOAK else "64", "--max-running-requests", "32", "--served-model-name", "m", "--served-model-name", "other",
-                   model=quick_model)
+    server = serve("--context-length", "32" if SOAK else "64", "--max-running-requests", "64", "--max-total-tokens", "8192",
+                   "--served-model-name", "m", "--served-model-name", "other", model=quick_model)
     yield server
     assert server.process.poll() is None, f"the server is gone:\n{server.log}"
     assert server.stop() == 0, server.log
