@@ -290,6 +290,7 @@ static nb_finish deliver(nb_engine *e, uint32_t s)
     if (r->sampling.prompt_logprobs && !r->n_reported) nbi_request_put_prompt(r, 0, NULL);
     uint32_t confirmed = min_u32(r->rows, r->n_tokens - r->n_cached), drafts = 0;
     r->n_cached += confirmed;
+    nbi_request_share_pages(e, r); /* also of a request that ends with this step */
     for (uint32_t i = b->seq_logit[s]; i < b->seq_logit[s + 1]; i++) {
         const nbi_sample_out *out = &b->sample_out[i];
         if (b->sample_rows[i].forced) {

@@ -22,7 +22,8 @@
  *    counts, although the drafts are taken back.
  *
  * Bounds of what a client may send: NBI_GRAMMAR_*_MAX below, the library's own limits on work per
- * compilation and per mask, and NBI_GRAMMAR_SECONDS, after which the caller is freed. What was
+ * compilation and per mask, and NBI_GRAMMAR_SECONDS of processor time, after which the caller is
+ * freed. What was
  * compiled is kept (the least recently used goes first), refusals too; the same source asked for by
  * several callers at once is compiled once.
  *

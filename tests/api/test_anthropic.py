@@ -371,7 +371,7 @@ def test_api_key(serve):
 
 def test_end_of_server_in_a_stream(serve, model, sanitized):
     """What was sent does not look complete: an error event, as the client expects it."""
-    server = serve()
+    server = serve("--drain-timeout", "0")
     client = anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0, timeout=300)
     with pytest.raises(anthropic.APIStatusError) as caught:
         n = 0

@@ -376,7 +376,7 @@ def test_stored_responses_are_not_there(client):
 
 def test_end_of_server_in_a_stream(serve, model):
     """What was sent does not look complete: the last event is response.failed."""
-    server = serve()
+    server = serve("--drain-timeout", "0")
     events = []
     for event in ask(server.client(), model, max_output_tokens=1500, stream=True, extra={"ignore_eos": True}):
         events.append(event)
