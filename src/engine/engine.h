@@ -7,6 +7,7 @@
 #pragma once
 
 #include <pthread.h>
+#include <semaphore.h>
 #include <stdatomic.h>
 
 #include "base/histogram.h"
@@ -143,7 +144,7 @@ struct nb_engine {
     bool lpm; /* schedule policy: longest cached prefix first */
     uint32_t max_queued, decode_steps;
     uint32_t decode_run; /* decode steps since the queue was last looked at; the step's */
-    pthread_t commit_thread;
+    sem_t commit_done;
     bool has_commit_thread;
     uint64_t request_bytes_max;
     atomic_uint_fast64_t request_bytes; /* of requests that are not freed yet */

@@ -168,9 +168,8 @@ static nb_status plan_memory(nb_engine *e, memory_plan *p, nbi_dtype kv_dtype, n
 
 /* ---------------------------------------------------------------- reserve */
 
-static void *commit_main(void *arg)
+static void commit_all(nb_engine *e)
 {
-    nb_engine *e = arg;
     char *base = e->kv.memory;
     for (size_t at = 0; at < e->kv.bytes && !atomic_load(&e->stopping); at += COMMIT_PIECE) {
         size_t n = e->kv.bytes - at < COMMIT_PIECE ? e->kv.bytes - at : COMMIT_PIECE;
@@ -181,21 +180,37 @@ static void *commit_main(void *arg)
                  "--max-total-tokens or --mem-fraction-static",
                  gb(at), gb(e->kv.bytes));
         nbi_engine_break(e, &why);
-        return NULL;
+        return;
     }
+}
+
+static void *commit_main(void *arg)
+{
+    nb_engine *e = arg;
+    commit_all(e);
+    sem_post(&e->commit_done);
     return NULL;
 }
 
+/* Detached: a process that ends while it loads joins nobody. */
 static void start_commit(nb_engine *e)
 {
+    pthread_attr_t attr;
+    pthread_t thread;
     if (!e->backend->ops->commit) return;
-    e->has_commit_thread = pthread_create(&e->commit_thread, NULL, commit_main, e) == 0;
-    if (!e->has_commit_thread) commit_main(e);
+    if (sem_init(&e->commit_done, 0, 0) == 0 && pthread_attr_init(&attr) == 0) {
+        (void)pthread_attr_setdetachstate(&attr, PTHREAD_CREATE_DETACHED);
+        e->has_commit_thread = pthread_create(&thread, &attr, commit_main, e) == 0;
+        pthread_attr_destroy(&attr);
+    }
+    if (!e->has_commit_thread) commit_all(e);
 }
 
 void nbi_engine_stop_commit(nb_engine *e)
 {
-    if (e->has_commit_thread) pthread_join(e->commit_thread, NULL);
+    if (!e->has_commit_thread) return;
+    while (sem_wait(&e->commit_done) != 0) {} /* EINTR */
+    sem_destroy(&e->commit_done);
     e->has_commit_thread = false;
 }
 
