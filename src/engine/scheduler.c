@@ -142,6 +142,7 @@ static void admit(nb_engine *e)
         if (!r || !fits(e, r)) break;
         start(e, r);
     }
+    e->stats.n_running = e->n_running; /* at no moment is a request neither waiting nor running */
     pthread_mutex_unlock(&e->lock);
 }
 
