@@ -137,7 +137,7 @@ static double cpu_seconds(void)
 /* Encodes the input BENCH_REPEATS times and prints 10^6 bytes per second of CPU time. */
 static nb_status bench(tokenize *t, nb_error *err)
 {
-    double rate[BENCH_REPEATS];
+    double rate[BENCH_REPEATS] = {0};
     nbi_ids ids = {0};
     nb_status st = NB_OK;
     if (t->input.len == 0) return nbi_fail(err, NB_INVALID, "--bench needs text, found none");

@@ -149,8 +149,8 @@ static double latent_bytes(const nbi_config *c, bool fp8)
     if (c->attention == NBI_ATTENTION_GQA)
         return 2.0 * c->n_kv_heads * c->head_dim * (fp8 ? 1 : BF16_BYTES);
     if (!fp8) return (c->kv_lora + c->rope_dim) * BF16_BYTES;
-    return c->kv_lora + 4.0 * ((c->kv_lora + LATENT_BLOCK - 1) / LATENT_BLOCK) +
-           c->rope_dim * BF16_BYTES;
+    const uint32_t blocks = (c->kv_lora + LATENT_BLOCK - 1) / LATENT_BLOCK;
+    return c->kv_lora + 4.0 * blocks + c->rope_dim * BF16_BYTES;
 }
 
 static double index_key_bytes(const nbi_config *c, bool fp8)
@@ -348,7 +348,7 @@ static void plan_memory(nbi_roofline *r, const nbi_roof_options *o, const double
     const uint32_t n = c->n_layers + c->n_mtp_layers, layers = (n + o->pp - 1) / o->pp;
     const double latents = n * latent_bytes(c, o->kv_fp8) * cache_share(o);
     const double keys = count_full_indexers(c, n) * index_key_bytes(c, o->kv_fp8);
-    r->kv_bytes_per_token = (latents + keys) * layers / n;
+    r->kv_bytes_per_token = n ? (latents + keys) * layers / n : 0;
     r->cache_bytes = r->kv_bytes_per_token * o->batch * (double)o->context;
     const double room = o->device.memory * o->memory_share - r->weight_bytes;
     if (o->device.memory > 0 && room > 0) {
