@@ -342,10 +342,11 @@ static uint64_t find_compute_batch(const nbi_roof_options *o, const sums *s)
 static void plan_memory(nbi_roofline *r, const nbi_roof_options *o, const double *stage_bytes)
 {
     const nbi_config *c = o->config;
-    for (uint32_t i = 0; i < o->pp; i++)
+    const uint32_t pp = o->pp > 1 ? o->pp : 1;
+    for (uint32_t i = 0; i < pp; i++)
         if (stage_bytes[i] > r->weight_bytes) r->weight_bytes = stage_bytes[i];
     /* The fullest stage has ceil(n / pp) layers, and their share of the indexers. */
-    const uint32_t n = c->n_layers + c->n_mtp_layers, layers = (n + o->pp - 1) / o->pp;
+    const uint32_t n = c->n_layers + c->n_mtp_layers, layers = (n + pp - 1) / pp;
     const double latents = n * latent_bytes(c, o->kv_fp8) * cache_share(o);
     const double keys = count_full_indexers(c, n) * index_key_bytes(c, o->kv_fp8);
     r->kv_bytes_per_token = n ? (latents + keys) * layers / n : 0;

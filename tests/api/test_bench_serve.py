@@ -85,9 +85,9 @@ def test_times(bench, tmp_path, chat):
         differences += [r["ttfts"][i] - sent[0]]
         differences += [abs(a - b) for a, b in zip(r["itls"][i], numpy.diff(sent))]
         assert r["e2els"][i] >= sent[-1]
-    assert numpy.median(differences) < 0.003
+    assert numpy.median(differences) < 0.01
     gaps = [gap for seen in server.requests for gap in numpy.diff(seen.sent[chat:])]
-    assert r["median_itl_ms"] == pytest.approx(numpy.median(gaps) * 1e3, abs=2)
+    assert r["median_itl_ms"] == pytest.approx(numpy.median(gaps) * 1e3, abs=5)
     assert 70 <= r["median_ttft_ms"] < 700
 
 
