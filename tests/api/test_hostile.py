@@ -54,7 +54,9 @@ def counted(reply):
     assert reply.status_code == 200, reply.text
     body = reply.json()
     usage = body.get("usage") or body
-    return usage.get("prompt_tokens") or usage["input_tokens"]
+    if "prompt_tokens" in usage:
+        return usage["prompt_tokens"]
+    return usage["input_tokens"] + usage.get("cache_read_input_tokens", 0)  # Anthropic's does not count what the cache had
 
 
 def user(text):

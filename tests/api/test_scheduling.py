@@ -105,7 +105,7 @@ def test_clients_take_turns(serve):
         wait_for(server, 1, 13)
     for t in threads:
         t.join()
-    assert "b" in done[:2], done  # the first: the threads' own order
+    assert "b" in done[:4], done  # the first but for the order in which the threads get to say so; without turns it is the last
     assert server.stop() == 0
 
 
