@@ -314,8 +314,9 @@ nb_status nbi_tokenizer_parse(nbi_tokenizer **out, const char *json, size_t n, c
     nbi_buf_free(&p.right);
     if (st == NB_OK)
         *out = p.t;
-    else
-        nbi_tokenizer_close(&p.t);
+    else if (p.t)
+        nbi_tokenizer_destroy(
+            p.t); /* nobody else has it, and the caller may hold the lock of close() */
     return st;
 }
 
