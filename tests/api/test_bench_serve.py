@@ -199,7 +199,7 @@ def test_open_loop(bench, tmp_path):
     assert r["planned_times"] == again["planned_times"] != even["planned_times"]
     assert numpy.std(numpy.diff(planned)) > 0.006 and numpy.std(numpy.diff(even["planned_times"])) < 0.001
     late = numpy.array(r["start_times"]) - planned
-    assert late.min() >= 0 and numpy.median(late) < 0.05
+    assert late.min() >= 0 and numpy.median(late) < 0.3
     assert r["mean_send_delay_ms"] == pytest.approx(late.mean() * 1e3, abs=0.001)
 
 
