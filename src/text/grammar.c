@@ -576,7 +576,8 @@ static nb_status get_matcher(nbi_llg_matcher **out, nbi_grammar_compiler *c, nbi
     pthread_mutex_lock(&c->cache_lock);
     bool known = recall(out, &st, c, &mine, err), waiting = true;
     while (!known && waiting && in_flight(c, &mine)) {
-        waiting = pthread_cond_timedwait(&c->landed, &c->cache_lock, &deadline) == 0;
+        waiting =
+            pthread_cond_clockwait(&c->landed, &c->cache_lock, CLOCK_MONOTONIC, &deadline) == 0;
         known = recall(out, &st, c, &mine, err);
     }
     if (!known) {
