@@ -273,10 +273,7 @@ uint64_t nbi_linelog_dropped(const nbi_linelog *log)
 
 static struct timespec in_a_second(void)
 {
-    struct timespec until;
-    clock_gettime(CLOCK_MONOTONIC, &until);
-    until.tv_sec++;
-    return until;
+    return nbi_timespec(nbi_now_ns() + 1000000000u);
 }
 
 void nbi_linelog_flush(nbi_linelog *log)

@@ -351,8 +351,7 @@ static void wait_for_work(nb_engine *e)
             pthread_cond_wait(&e->work, &e->lock);
             continue;
         }
-        struct timespec at = {.tv_sec = (time_t)(until / 1000000000u),
-                              .tv_nsec = (long)(until % 1000000000u)};
+        struct timespec at = nbi_timespec(until);
         if (pthread_cond_timedwait(&e->work, &e->lock, &at) == ETIMEDOUT) return;
     }
 }

@@ -272,16 +272,8 @@ nb_status nb_request_submit(nb_request **out, nb_engine *e, const nb_request_opt
 /* Waits until an event is there. False on timeout. Called with the lock held. */
 static bool wait_readable(nb_request *r, int timeout_ms)
 {
-    struct timespec until;
-    clock_gettime(CLOCK_MONOTONIC, &until);
-    if (timeout_ms > 0) {
-        until.tv_sec += timeout_ms / 1000;
-        until.tv_nsec += (long)(timeout_ms % 1000) * 1000000;
-        if (until.tv_nsec >= 1000000000) {
-            until.tv_sec++;
-            until.tv_nsec -= 1000000000;
-        }
-    }
+    uint64_t wait_ms = timeout_ms > 0 ? (uint64_t)timeout_ms : 0;
+    struct timespec until = nbi_timespec(nbi_now_ns() + wait_ms * 1000000u);
     while (!r->count) {
         if (timeout_ms == 0) return false;
         if (timeout_ms < 0) {

@@ -243,14 +243,7 @@ static bool is_busy(const nbi_server *server)
 /* Until no reply is owed, or the time is over. Called with the lock held. */
 static bool wait_drained(nbi_server *server, uint32_t wait_ms)
 {
-    struct timespec until;
-    clock_gettime(CLOCK_MONOTONIC, &until);
-    until.tv_sec += wait_ms / 1000;
-    until.tv_nsec += (long)(wait_ms % 1000) * 1000000;
-    if (until.tv_nsec >= 1000000000) {
-        until.tv_sec++;
-        until.tv_nsec -= 1000000000;
-    }
+    struct timespec until = nbi_timespec(nbi_now_ns() + (uint64_t)wait_ms * 1000000u);
     int timed_out = 0;
     while (is_busy(server) && !timed_out) {
         timed_out = pthread_cond_timedwait(&server->drained, &server->lock, &until);

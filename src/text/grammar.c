@@ -346,16 +346,6 @@ static void *compile_thread(void *arg)
     return NULL;
 }
 
-static struct timespec deadline_after(uint64_t ns)
-{
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    ns += (uint64_t)t.tv_nsec;
-    t.tv_sec += (time_t)(ns / 1000000000u);
-    t.tv_nsec = (long)(ns % 1000000000u);
-    return t;
-}
-
 /* With the lock held. */
 static bool wait_until(const struct timespec *deadline)
 {
@@ -365,7 +355,7 @@ static bool wait_until(const struct timespec *deadline)
 
 static nb_status start_job(compile_job *j, nb_error *err)
 {
-    struct timespec deadline = deadline_after(COMPILE_NS);
+    struct timespec deadline = nbi_timespec(nbi_now_ns() + COMPILE_NS);
     pthread_mutex_lock(&compiling.lock);
     bool waiting = true;
     while (compiling.n_running >= NBI_GRAMMAR_COMPILES_MAX && waiting)
@@ -409,7 +399,7 @@ static bool wait_for(compile_job *j)
 {
     pthread_mutex_lock(&compiling.lock);
     for (int rounds = 0; rounds < BUSY_ROUNDS && !j->done; rounds++) {
-        struct timespec deadline = deadline_after(COMPILE_NS);
+        struct timespec deadline = nbi_timespec(nbi_now_ns() + COMPILE_NS);
         bool waiting = true;
         while (!j->done && waiting) waiting = wait_until(&deadline);
         if (!j->done && used_its_time(j)) break;
@@ -572,7 +562,7 @@ static nb_status get_matcher(nbi_llg_matcher **out, nbi_grammar_compiler *c, nbi
 {
     flight mine = {.kind = kind, .source = source, .n = n};
     nb_status st = NB_OK;
-    struct timespec deadline = deadline_after(2 * COMPILE_NS);
+    struct timespec deadline = nbi_timespec(nbi_now_ns() + 2 * COMPILE_NS);
     pthread_mutex_lock(&c->cache_lock);
     bool known = recall(out, &st, c, &mine, err), waiting = true;
     while (!known && waiting && in_flight(c, &mine)) {

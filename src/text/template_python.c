@@ -412,11 +412,7 @@ static void interrupt(job *j)
  * held. */
 static void wait_changed(uint64_t ns)
 {
-    struct timespec until;
-    clock_gettime(CLOCK_MONOTONIC, &until);
-    ns += (uint64_t)until.tv_nsec;
-    until.tv_sec += (time_t)(ns / 1000000000u);
-    until.tv_nsec = (long)(ns % 1000000000u);
+    struct timespec until = nbi_timespec(nbi_now_ns() + ns);
     (void)pthread_cond_clockwait(&py.changed, &py.lock, CLOCK_MONOTONIC, &until);
 }
 
