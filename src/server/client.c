@@ -1,8 +1,9 @@
 /* Clients as numbers (client.h). Called by http.c. */
 #include "server/client.h"
 
-#include <netinet/in.h>
 #include <string.h>
+
+#include "server/peers.h"
 
 /* FNV-1a. */
 static uint64_t mix(uint64_t hash, const void *data, size_t n)
@@ -18,17 +19,6 @@ uint64_t nbi_client_of(const nbi_exchange *ex, const char *key)
     if (key) return mix(hash, key, strlen(key));
     const union MHD_ConnectionInfo *info =
         MHD_get_connection_info(ex->conn, MHD_CONNECTION_INFO_CLIENT_ADDRESS);
-    if (!info || !info->client_addr) return hash;
-    if (info->client_addr->sa_family == AF_INET) {
-        struct sockaddr_in v4;
-        memcpy(&v4, info->client_addr, sizeof v4);
-        return mix(hash, &v4.sin_addr, sizeof v4.sin_addr);
-    }
-    if (info->client_addr->sa_family == AF_INET6) {
-        struct sockaddr_in6 v6;
-        memcpy(&v6, info->client_addr, sizeof v6);
-        const unsigned char *bytes = v6.sin6_addr.s6_addr;
-        return IN6_IS_ADDR_V4MAPPED(&v6.sin6_addr) ? mix(hash, bytes + 12, 4) : mix(hash, bytes, 8);
-    }
-    return hash;
+    nbi_address from = nbi_address_of(info ? info->client_addr : NULL);
+    return mix(hash, from.bytes, sizeof from.bytes);
 }

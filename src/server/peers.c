@@ -14,14 +14,9 @@
 #define TICK_MS_MAX   1000
 #define REFUSE_LOG_NS ((uint64_t)10 * SECOND) /* between two lines about refused connections */
 
-/* IPv4 whole; of IPv6 the 64 bits that one customer gets. */
-typedef struct address {
-    uint8_t bytes[16];
-} address;
-
 struct nbi_peer {
     nbi_peer *prev, *next;
-    address from;
+    nbi_address from;
     int fd;
     nbi_peer_step step;
     uint64_t deadline_ns; /* 0: none */
@@ -30,10 +25,10 @@ struct nbi_peer {
 
 /* ---------------------------------------------------------------- addresses */
 
-static address address_of(const struct sockaddr *sa)
+nbi_address nbi_address_of(const struct sockaddr *sa)
 {
     static const uint8_t mapped[12] = {0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0xff, 0xff};
-    address out = {{0}};
+    nbi_address out = {{0}};
     if (!sa) return out;
     memcpy(out.bytes, mapped, sizeof mapped);
     if (sa->sa_family == AF_INET) {
@@ -51,7 +46,7 @@ static address address_of(const struct sockaddr *sa)
 }
 
 /* Called with the lock held. */
-static uint32_t count_from(const nbi_peers *peers, const address *from)
+static uint32_t count_from(const nbi_peers *peers, const nbi_address *from)
 {
     uint32_t n = 0;
     for (const nbi_peer *p = peers->first; p; p = p->next) {
@@ -78,7 +73,7 @@ static void log_refusal(nbi_peers *peers)
 enum MHD_Result nbi_peers_accept(void *cls, const struct sockaddr *sa, socklen_t n_sa)
 {
     nbi_peers *peers = cls;
-    address from = address_of(n_sa ? sa : NULL);
+    nbi_address from = nbi_address_of(n_sa ? sa : NULL);
     if (!peers->options.max_per_address) return MHD_YES;
     pthread_mutex_lock(&peers->lock);
     bool fits = count_from(peers, &from) < peers->options.max_per_address;
@@ -164,7 +159,7 @@ static void enter(nbi_peers *peers, struct MHD_Connection *conn, void **slot)
     nbi_peer *p = fd ? nbi_calloc(1, sizeof *p) : NULL;
     if (!p) return; /* the idle timeout of libmicrohttpd is left */
     p->fd = fd->connect_fd;
-    p->from = address_of(from ? from->client_addr : NULL);
+    p->from = nbi_address_of(from ? from->client_addr : NULL);
     *slot = p;
     pthread_mutex_lock(&peers->lock);
     begin_step(peers, p, NBI_PEER_HEADERS, 0);

@@ -20,6 +20,14 @@ typedef struct nbi_peers_options {
     uint32_t max_per_address;                                  /* 0: no limit */
 } nbi_peers_options;
 
+/* IPv4 whole, also where it is mapped into IPv6; of IPv6 the 64 bits that one customer gets. */
+typedef struct nbi_address {
+    uint8_t bytes[16];
+} nbi_address;
+
+/* All zeros for NULL and for other families. */
+nbi_address nbi_address_of(const struct sockaddr *sa);
+
 /* What a connection is doing. */
 typedef enum nbi_peer_step {
     NBI_PEER_HEADERS, /* handshake and headers of the first request: header timeout */
