@@ -338,10 +338,11 @@ void nb_engine_on_step(nb_engine *e, void (*after)(void *user), void *user)
     pthread_mutex_unlock(&e->step_lock);
 }
 
-/* Until there is work. Called with the lock held. */
+/* Until a step may have something to do that the last one had not, whoever waits in the queue.
+ * Called with the lock held. */
 static void wait_for_work(nb_engine *e)
 {
-    while (!e->waiting_head && !e->kick && !atomic_load(&e->stopping)) {
+    while (!e->kick && !atomic_load(&e->stopping)) {
         uint64_t until = e->first_deadline_ns;
         for (uint32_t i = 0; i < e->n_running; i++) {
             uint64_t deadline = e->running[i]->deadline_ns;
@@ -356,8 +357,8 @@ static void wait_for_work(nb_engine *e)
     }
 }
 
-/* Steps while there is work, sleeps otherwise. A step without work although requests run means
- * their readers are behind: a read wakes us. */
+/* Steps while there is work, sleeps otherwise. A step without work although requests run or wait
+ * means that the readers of those that run are behind: a read wakes us. */
 static void *thread_main(void *arg)
 {
     nb_engine *e = arg;

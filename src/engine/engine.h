@@ -23,6 +23,8 @@ extern "C" {
 
 /* Events a reader may be behind before its request waits for it; the ring is never larger. */
 #define NBI_EVENTS_MAX 128u
+/* Rows of a prompt whose log-probabilities are wanted: half a ring has room for their events. */
+#define NBI_PROMPT_EVENTS_MAX (NBI_EVENTS_MAX / 2 - 2)
 /* Rows whose logits one step can hold beside the running requests' own (prompt log-probabilities).
  */
 #define NBI_PROMPT_LOGIT_ROWS 32u
@@ -102,6 +104,7 @@ struct nb_request {
     char *whole;         /* [text_worst] scratch of the step: decoded, not yet searched */
     bool ended;          /* the finishing event was written */
     bool drained;        /* and read */
+    bool wants_room;     /* a step had to leave it out: the reader says when there is room */
     bool closed;
     void (*notify)(void *user);
     void *notify_user;
@@ -178,7 +181,7 @@ struct nb_engine {
     atomic_bool stopping;
     bool has_thread, has_failed;
     bool flush; /* the step is to forget cached pages */
-    bool kick;  /* somebody wants a step: a reader made room, a request was cancelled */
+    bool kick;  /* somebody wants a step: a request came or was cancelled, a reader made room */
     pthread_t thread;
     char failure[NB_ERROR_TEXT_MAX];
 };
@@ -250,8 +253,12 @@ void nbi_request_drop_pages(nb_engine *e, nb_request *r);
 void nbi_kv_pages_flush(nb_engine *e);
 
 /* ---- output.c: what a sampled token means for its request. Called by the step. */
-/* Room for every event a step of `rows` rows may write? */
+/* Room for every event a step of `rows` rows may write? If not, the reader kicks the engine as soon
+ * as half of the rings is free. */
 bool nbi_request_has_room(nb_request *r, uint32_t rows);
+/* Is half of the rings free? For one row, or NBI_PROMPT_EVENTS_MAX of a prompt, that is room
+ * enough. Called with the request's lock held. */
+bool nbi_request_is_half_free(const nb_request *r);
 /* A prompt token with (or, for the first, without) its log-probability. */
 void nbi_request_put_prompt(nb_request *r, uint32_t index, const nbi_sample_out *out);
 /* Appends the token to the sequence and writes its event. True when the request ended with it. */

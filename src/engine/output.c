@@ -36,8 +36,14 @@ bool nbi_request_has_room(nb_request *r, uint32_t rows)
     bool room = r->count + answers + prompts + 1 <= NBI_EVENTS_MAX; /* 1: the event that ends it */
     room = room && r->text_cap - text_span(r) >=
                        (answers + 1) * r->text_worst; /* 1: a wrap may waste as much */
+    r->wants_room = !room;
     pthread_mutex_unlock(&r->lock);
     return room;
+}
+
+bool nbi_request_is_half_free(const nb_request *r)
+{
+    return r->count <= NBI_EVENTS_MAX / 2 && text_span(r) <= r->text_cap / 2;
 }
 
 /* Appends an event whose text (n_text bytes) was written at `place`, and tells the reader. Called

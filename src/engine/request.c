@@ -245,6 +245,7 @@ static nb_status enqueue(nb_engine *e, nb_request *r, nb_error *err)
                       e->n_waiting);
     } else {
         nbi_queue_push(e, r);
+        e->kick = true;
         pthread_cond_signal(&e->work);
     }
     pthread_mutex_unlock(&e->lock);
@@ -298,11 +299,11 @@ static void release_read(nb_request *r)
 
 nb_status nb_request_read(nb_request *r, nb_event *event, int timeout_ms, nb_error *err)
 {
-    bool was_crowded = false;
     nb_status st = NB_OK;
     pthread_mutex_lock(&r->lock);
-    was_crowded = r->count > NBI_EVENTS_MAX / 2;
     release_read(r);
+    bool made_room = r->wants_room && nbi_request_is_half_free(r);
+    if (made_room) r->wants_room = false;
     if (r->drained) {
         st = nbi_fail(err, NB_CLOSED, "the request has ended and every event was read");
     } else if (!wait_readable(r, timeout_ms)) {
@@ -312,7 +313,7 @@ nb_status nb_request_read(nb_request *r, nb_event *event, int timeout_ms, nb_err
         r->reading = true;
     }
     pthread_mutex_unlock(&r->lock);
-    if (was_crowded) nbi_engine_kick(r->engine); /* the step may have been waiting for room */
+    if (made_room) nbi_engine_kick(r->engine);
     return st;
 }
 

@@ -183,14 +183,12 @@ static uint32_t ensure_pages(nb_engine *e, uint32_t i, uint32_t rows)
 }
 
 /* Rows that running[i] may have of the budget. A request that wants prompt log-probabilities is
- * held to the logit rows that are left. */
+ * held to the logit rows that are left, and to what its reader can take. */
 static uint32_t rows_wanted(const nb_request *r, uint32_t budget, uint32_t logit_rows)
 {
-    uint32_t rows = r->n_tokens - r->n_cached;
-    if (rows > budget) rows = budget;
-    if (r->sampling.prompt_logprobs && r->n_reported < r->n_prompt && rows > logit_rows)
-        rows = logit_rows;
-    return rows;
+    uint32_t rows = min_u32(r->n_tokens - r->n_cached, budget);
+    if (!r->sampling.prompt_logprobs || r->n_reported == r->n_prompt) return rows;
+    return min_u32(rows, min_u32(logit_rows, NBI_PROMPT_EVENTS_MAX));
 }
 
 /* Decode rows: the newest token and the drafts behind it, as far as pages and the reader's ring
@@ -382,6 +380,18 @@ static nb_status run(nb_engine *e, nb_error *err)
     return e->n_draft_steps ? nbi_engine_draft(e, err) : NB_OK;
 }
 
+/* The batch of this step; empty when there is nothing to do. Leaves the heap forbidden. */
+static void form_batch(nb_engine *e)
+{
+    admit(e);
+    nbi_heap_forbid();
+    build(e);
+    if (e->batch.view.n_rows || !e->decode_run) return;
+    e->decode_run = e->decode_steps; /* nobody decodes after all: the queue is due */
+    nbi_heap_allow();
+    form_batch(e);
+}
+
 nb_status nbi_engine_step_once(nb_engine *e, bool *worked, nb_error *err)
 {
     uint64_t now_ns = nbi_now_ns();
@@ -389,9 +399,7 @@ nb_status nbi_engine_step_once(nb_engine *e, bool *worked, nb_error *err)
     reap_waiting(e, now_ns);
     if (e->notified) publish(e);
     nbi_engine_after_step(e); /* what was cancelled need not wait for this step */
-    admit(e);
-    nbi_heap_forbid();
-    build(e);
+    form_batch(e);
     nb_status st = NB_OK;
     uint64_t begin_ns = nbi_now_ns();
     if (e->batch.view.n_rows) st = run(e, err);

@@ -28,21 +28,23 @@ typedef struct wish {
     uint64_t client;
     uint32_t n_prompt, max_tokens, timeout_ms;
     int32_t priority;
+    bool prompt_logprobs;
 } wish;
 
 static nb_status submit(nb_request **out, nb_engine *e, wish w)
 {
-    int32_t prompt[128];
+    int32_t prompt[180];
     nb_request_options o = {.prompt = prompt,
                             .n_prompt = w.n_prompt ? w.n_prompt : 5,
                             .client = w.client,
                             .timeout_ms = w.timeout_ms,
                             .priority = w.priority};
-    for (uint32_t i = 0; i < 128; i++) prompt[i] = (int32_t)(i * 7 % 90);
+    for (uint32_t i = 0; i < 180; i++) prompt[i] = (int32_t)(i * 7 % 90);
     nb_sampling_default(e, &o.sampling);
     o.sampling.temperature = 0;
     o.sampling.max_tokens = w.max_tokens ? w.max_tokens : 4;
     o.sampling.ignore_eos = true;
+    o.sampling.prompt_logprobs = w.prompt_logprobs;
     return nb_request_submit(out, e, &o, NULL);
 }
 
@@ -174,6 +176,111 @@ static void a_sleeping_engine_keeps_time(void **state)
     nb_engine_close(&e);
 }
 
+/* CPU time of the process, in ns. */
+static uint64_t cpu_ns(void)
+{
+    struct timespec t;
+    clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &t);
+    return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
+}
+
+static uint64_t steps_of(nb_engine *e)
+{
+    nb_engine_stats stats;
+    nb_engine_get_stats(e, &stats);
+    return stats.n_steps;
+}
+
+/* Until it makes no more steps. */
+static void wait_until_still(nb_engine *e)
+{
+    uint64_t before;
+    do {
+        before = steps_of(e);
+        sleep_ms(100);
+    } while (steps_of(e) != before || !before);
+}
+
+static nb_finish read_all(nb_request *r)
+{
+    nb_event event = {0};
+    while (event.finish == NB_FINISH_NONE) {
+        nb_error err;
+        nb_status status = nb_request_read(r, &event, 20000, &err);
+        if (status != NB_OK) fail_msg("no event in 20 s, status %d", (int)status);
+    }
+    return event.finish;
+}
+
+/* Every place is taken by a request whose reader is behind, and others wait: the engine sleeps. It
+ * goes on when a reader reads, when a running request is cancelled and when one ends. */
+static void an_engine_whose_readers_are_behind_sleeps(void **state)
+{
+    (void)state;
+    for (uint32_t decode_steps = 1; decode_steps <= 100; decode_steps += 99) {
+        nb_engine *e = open_engine(2, 10, decode_steps);
+        nb_request *runs[2], *waits[3];
+        assert_int_equal(nb_engine_start(e, NULL), NB_OK);
+        for (int i = 0; i < 2; i++) runs[i] = must_submit(e, (wish){.max_tokens = 180});
+        wait_until_still(e);
+        for (int i = 0; i < 3; i++) waits[i] = must_submit(e, (wish){.max_tokens = 180});
+        sleep_ms(50);
+        uint64_t begin = cpu_ns();
+        sleep_ms(400);
+        assert_in_range(cpu_ns() - begin, 0, 40000000);
+        nb_request_cancel(runs[1]); /* its place is waits[0]'s */
+        assert_int_equal(read_all(waits[0]), NB_FINISH_LENGTH);
+        assert_int_equal(read_all(runs[0]), NB_FINISH_LENGTH);
+        for (int i = 1; i < 3; i++) assert_int_equal(read_all(waits[i]), NB_FINISH_LENGTH);
+        for (int i = 0; i < 2; i++) nb_request_close(&runs[i]);
+        for (int i = 0; i < 3; i++) nb_request_close(&waits[i]);
+        nb_engine_close(&e);
+    }
+}
+
+/* With decode_steps a place that is free is given away although those that run cannot go on. */
+static void a_free_place_does_not_wait_for_readers(void **state)
+{
+    (void)state;
+    nb_engine *e = open_engine(2, 10, 1000);
+    assert_int_equal(nb_engine_start(e, NULL), NB_OK);
+    nb_request *behind = must_submit(e, (wish){.max_tokens = 180});
+    wait_until_still(e);
+    nb_request *late = must_submit(e, (wish){.max_tokens = 180});
+    assert_int_equal(read_all(late), NB_FINISH_LENGTH);
+    nb_request_close(&behind);
+    nb_request_close(&late);
+    nb_engine_close(&e);
+}
+
+/* Log-probabilities of a prompt that has more tokens than a reader may be behind, with a batch that
+ * could hold them all: they come in pieces, however late they are read. */
+static void prompt_logprobs_come_in_pieces(void **state)
+{
+    (void)state;
+    nb_engine_options o;
+    nb_error err = {0};
+    nb_engine *e = NULL;
+    nb_engine_options_default(&o);
+    o.model_dir = MODEL;
+    o.max_running = 256;
+    o.max_context = 192;
+    if (nb_engine_open(&e, &o, &err) != NB_OK) fail_msg("%s", err.text);
+    assert_int_equal(nb_engine_start(e, NULL), NB_OK);
+    nb_request *r = must_submit(e, (wish){.n_prompt = 180, .prompt_logprobs = true});
+    nb_event event = {0};
+    uint32_t seen = 0;
+    while (event.finish == NB_FINISH_NONE) {
+        nb_status status = nb_request_read(r, &event, 20000, &err);
+        if (status != NB_OK) fail_msg("no event in 20 s, after %u", seen);
+        seen += event.is_prompt;
+        if (seen % 40 == 0) sleep_ms(30); /* the engine finds no room meanwhile */
+    }
+    assert_int_equal(seen, 180);
+    nb_request_close(&r);
+    nb_engine_close(&e);
+}
+
 /* The queue is bounded, and what requests take comes back with them. */
 static void a_full_queue_refuses(void **state)
 {
@@ -270,6 +377,9 @@ int main(void)
         cmocka_unit_test(priority_goes_before_turns),
         cmocka_unit_test(late_requests_end_in_one_step),
         cmocka_unit_test(a_sleeping_engine_keeps_time),
+        cmocka_unit_test(an_engine_whose_readers_are_behind_sleeps),
+        cmocka_unit_test(a_free_place_does_not_wait_for_readers),
+        cmocka_unit_test(prompt_logprobs_come_in_pieces),
         cmocka_unit_test(a_full_queue_refuses),
         cmocka_unit_test(memory_of_requests_is_bounded),
         cmocka_unit_test(the_queue_is_looked_at_every_n_steps),
