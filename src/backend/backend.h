@@ -44,22 +44,23 @@ typedef struct nbi_weight {
 } nbi_weight;
 
 /* One step's rows. Rows of a sequence are consecutive and ascend in position. Arrays live on the
- * device for operators; the engine fills the host form and the backend's `batch_upload` makes the
+ * device for operators; the engine fills the host form and the backend's `step_begin` makes the
  * device form (the same pointers on a CPU). */
 typedef struct nbi_batch {
-    uint32_t n_rows;           /* T */
-    uint32_t n_seqs;           /* S */
-    uint32_t n_logit_rows;     /* R */
-    uint32_t page_stride;      /* columns of page_table */
-    uint32_t max_len;          /* largest seq_len */
-    const int32_t *ids;        /* [T] token ids */
-    const int32_t *pos;        /* [T] position in its sequence, from 0 */
-    const int32_t *row_seq;    /* [T] sequence index */
-    const int32_t *seq_first;  /* [S + 1] first row of each sequence */
-    const int32_t *seq_len;    /* [S] tokens in the cache after this step */
-    const int32_t *page_table; /* [S][page_stride] page of every 64 positions */
-    const int32_t *logit_rows; /* [R] rows whose logits are wanted */
-    int32_t *row_fault;        /* [T] out: numerics guard, zero when fine */
+    uint32_t n_rows;            /* T */
+    uint32_t n_seqs;            /* S */
+    uint32_t n_logit_rows;      /* R */
+    uint32_t page_stride;       /* columns of page_table */
+    uint32_t max_len;           /* largest seq_len */
+    const int32_t *ids;         /* [T] token ids */
+    const int32_t *pos;         /* [T] position in its sequence, from 0 */
+    const int32_t *row_seq;     /* [T] sequence index */
+    const int32_t *seq_first;   /* [S + 1] first row of each sequence */
+    const int32_t *seq_len;     /* [S] tokens in the cache after this step */
+    const int32_t *page_table;  /* [S][page_stride] page of every 64 positions */
+    const int32_t *logit_rows;  /* [R] rows whose logits are wanted */
+    const int32_t *hidden_rows; /* [T] drafting: row of the pass before to continue; else NULL */
+    int32_t *row_fault;         /* [T] out: numerics guard, zero when fine */
 } nbi_batch;
 
 /* Cache of one layer. Position p of a sequence lies in page_table[s][p / 64], slot p % 64. */
@@ -302,8 +303,9 @@ typedef struct nbi_limits {
 
 typedef struct nbi_backend_options {
     nbi_cpu_level cpu_level;
-    uint32_t n_threads; /* 0: all cores */
-    bool w4a4;          /* NVFP4 activations for NVFP4 weights that have an input scale */
+    uint32_t n_threads;  /* 0: all cores */
+    bool w4a4;           /* NVFP4 activations for NVFP4 weights that have an input scale */
+    bool disable_graphs; /* GPU: launch every operator of every step by itself */
 } nbi_backend_options;
 
 typedef struct nbi_backend_ops {
@@ -333,6 +335,15 @@ typedef struct nbi_backend_ops {
     size_t (*workspace_bytes)(const nbi_backend *b, const nbi_limits *limits);
     nb_status (*reserve)(nbi_backend *b, const nbi_limits *limits, nb_error *err);
 
+    /* A step: step_begin, operators, step_end. *device is the batch for operators, valid until
+     * step_end. `pass` tells different lists of calls apart (forward, draft, ...): a backend may
+     * record the calls of a step and repeat them for a batch of the same counts. False: it will,
+     * and the caller goes to step_end without calling operators. */
+    bool (*step_begin)(nbi_backend *b, const nbi_batch *host, uint32_t pass,
+                       const nbi_batch **device);
+    /* Everything is done, and row_fault of the host batch is written. */
+    nb_status (*step_end)(nbi_backend *b, nb_error *err);
+
     void (*embed)(nbi_backend *b, const nbi_embed_args *a);
     void (*rope_table)(nbi_backend *b, const nbi_rope_table_args *a);
     void (*rmsnorm)(nbi_backend *b, const nbi_rmsnorm_args *a);
@@ -348,7 +359,7 @@ typedef struct nbi_backend_ops {
     void (*gather)(nbi_backend *b, const nbi_gather_args *a);
     void (*add)(nbi_backend *b, const nbi_add_args *a);
     void (*sample)(nbi_backend *b, const nbi_sample_args *a);
-    /* Ends the step: everything asked for is done and visible to the host. */
+    /* Everything asked for is done and visible to the host. */
     nb_status (*sync)(nbi_backend *b, nb_error *err);
 } nbi_backend_ops;
 
@@ -356,8 +367,9 @@ typedef struct nbi_backend_ops {
 struct nbi_backend {
     const nbi_backend_ops *ops;
     nbi_dtype act_dtype;
-    bool w4a4;            /* NVFP4 activations, as the options asked */
-    char description[64]; /* "cpu (amx, 2 threads)" */
+    bool w4a4;             /* NVFP4 activations, as the options asked */
+    uint64_t memory_bytes; /* of the device, free when it was opened; 0: it is the host's */
+    char description[64];  /* "cpu (amx, 2 threads)" */
 };
 
 /* Backend by name: "cpu"; "auto" takes the best that works here. NB_UNSUPPORTED with the reason. */

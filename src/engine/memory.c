@@ -46,7 +46,8 @@ static uint64_t memory_available(const nb_engine *e)
     double fraction =
         e->options.memory_fraction > 0 ? e->options.memory_fraction : FRACTION_DEFAULT;
     if (e->options.memory_bytes) return e->options.memory_bytes;
-    return (uint64_t)((double)nbi_memory_available() * fraction);
+    uint64_t device = e->backend->memory_bytes;
+    return (uint64_t)((double)(device ? device : nbi_memory_available()) * fraction);
 }
 
 nb_status nbi_engine_check_weights(void *user, const nbi_config *config, uint64_t weight_bytes,
@@ -88,7 +89,8 @@ static void print_plan(const nb_engine *e, const memory_plan *p)
 {
     char note[160];
     uint64_t tokens = (uint64_t)p->n_pages * NBI_PAGE_TOKENS;
-    print_row("weights", p->weights, "mapped files");
+    bool device = e->backend->memory_bytes > 0;
+    print_row("weights", p->weights, device ? "on the device" : "mapped files");
     snprintf(note, sizeof note, "steps of %u rows: %u prompt tokens, %u running requests",
              step_rows(e), e->chunk_size, e->max_running);
     print_row("workspace", p->workspace, note);
@@ -101,9 +103,10 @@ static void print_plan(const nb_engine *e, const memory_plan *p)
     snprintf(note, sizeof note, "at most: %u running and %u waiting requests", e->max_running,
              e->max_queued);
     print_row("requests", p->requests, note);
-    uint64_t all = p->weights + p->workspace + p->batches + p->requests +
-                   p->n_pages * (p->page + p->tree_page);
-    snprintf(note, sizeof note, "of %.1f MB available", (double)p->available / 1e6);
+    uint64_t host = p->batches + p->requests + p->n_pages * p->tree_page;
+    uint64_t all = p->weights + p->workspace + p->n_pages * p->page + (device ? 0 : host);
+    snprintf(note, sizeof note, "of %.1f MB available%s", (double)p->available / 1e6,
+             device ? " on the device; the rest is the host's" : "");
     print_row("together", all, p->available ? note : "");
 }
 
@@ -122,7 +125,7 @@ static nb_status no_room(const memory_plan *p, uint64_t pages, nb_error *err)
 /* Sizes the KV pool into what the rest leaves, and the longest context into the pool. */
 static nb_status plan_pages(nb_engine *e, memory_plan *p, uint32_t limit, nb_error *err)
 {
-    uint64_t each = p->page + p->tree_page;
+    uint64_t each = p->page + (e->backend->memory_bytes ? 0 : p->tree_page);
     uint64_t fit = p->available ? p->left / each : UINT32_MAX;
     uint64_t want =
         e->options.kv_tokens ? e->options.kv_tokens : (uint64_t)KV_CONTEXTS_DEFAULT * limit;
@@ -158,10 +161,11 @@ static nb_status plan_memory(nb_engine *e, memory_plan *p, nbi_dtype kv_dtype, n
     p->workspace = nbi_model_workspace_bytes(e->model, rows, e->max_running, logits, limit);
     p->batches = nbi_step_batch_bytes(rows, e->max_running, logits, limit);
     if (e->n_draft_steps) p->batches *= 2;
-    p->requests = plan_requests(e, p->available, limit);
+    bool device = e->backend->memory_bytes > 0;
+    p->requests = plan_requests(e, device ? nbi_memory_available() : p->available, limit);
     p->page = nbi_kv_page_bytes(c, kv_dtype);
     p->tree_page = sizeof(nbi_prefix_node) + 2 * sizeof(int32_t);
-    uint64_t fixed = p->weights + p->workspace + p->batches + p->requests;
+    uint64_t fixed = p->weights + p->workspace + (device ? 0 : p->batches + p->requests);
     p->left = p->available > fixed ? p->available - fixed : 0;
     return plan_pages(e, p, limit, err);
 }

@@ -65,7 +65,12 @@ nb_status nbi_score_run(nbi_model *model, nbi_kv *kv, const int32_t *ids, uint32
         return nbi_fail(err, NB_TOO_LARGE, "%u tokens need %u KV pages, %u are there", n, n_pages,
                         kv->n_pages);
     a.block = nbi_calloc(1, carve(&a, chunk, n_pages, NULL));
-    if (!a.block) return nbi_fail(err, NB_NO_MEMORY, "score: out of memory");
+    float *host = nbi_malloc((size_t)chunk * vocab * sizeof *host);
+    if (!a.block || !host) {
+        nbi_free(a.block);
+        nbi_free(host);
+        return nbi_fail(err, NB_NO_MEMORY, "score: out of memory");
+    }
     carve(&a, chunk, n_pages, a.block);
     for (uint32_t i = 0; i < n_pages; i++) a.pages[i] = (int32_t)i;
     nb_status st = NB_OK;
@@ -73,9 +78,11 @@ nb_status nbi_score_run(nbi_model *model, nbi_kv *kv, const int32_t *ids, uint32
         uint32_t rows = n - begin < chunk ? n - begin : chunk;
         float *logits = NULL;
         st = run_chunk(model, kv, &a, ids, begin, rows, n_pages, &logits, err);
+        if (st == NB_OK) nbi_model_read_logits(model, host, logits, rows);
         for (uint32_t i = 0; i < rows && st == NB_OK; i++)
-            st = each(user, begin + i, logits + (size_t)i * vocab, err);
+            st = each(user, begin + i, host + (size_t)i * vocab, err);
     }
+    nbi_free(host);
     nbi_free(a.block);
     return st;
 }

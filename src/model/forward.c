@@ -387,28 +387,44 @@ static void head_rows(step *s, const float *norm, void *normed)
                                                .y_f32 = true});
 }
 
-static step begin(nbi_model *m, const nbi_batch *batch)
+/* Lists of operator calls that a backend may record (nbi_backend_ops.step_begin). */
+enum { PASS_FORWARD, PASS_DRAFT, PASS_DRAFT_AGAIN };
+
+/* False: the backend repeats what it recorded, no operator is to be called. */
+static bool begin(step *s, nbi_model *m, const nbi_batch *batch, uint32_t pass)
 {
     NB_ASSERT(m->ws.block && batch->n_rows <= m->ws.max_rows &&
               batch->n_logit_rows <= m->ws.max_logit_rows);
-    return (step){.m = m, .b = m->b, .c = &m->config, .ws = &m->ws, .batch = batch};
+    *s = (step){.m = m, .b = m->b, .c = &m->config, .ws = &m->ws};
+    return m->b->ops->step_begin(m->b, batch, pass, &s->batch);
+}
+
+static void run_forward(step *s, const nbi_kv *kv)
+{
+    nbi_model *m = s->m;
+    embed_rows(s);
+    for (uint32_t l = 0; l < m->n_layers; l++) decoder_layer(s, l, &kv->layers[l]);
+    head_rows(s, m->final_norm, m->can_draft ? m->ws.hidden : m->ws.xn);
 }
 
 nb_status nbi_model_forward(nbi_model *m, nbi_kv *kv, const nbi_batch *batch, float **logits,
                             nb_error *err)
 {
-    step s = begin(m, batch);
-    embed_rows(&s);
-    for (uint32_t l = 0; l < m->n_layers; l++) decoder_layer(&s, l, &kv->layers[l]);
-    head_rows(&s, m->final_norm, m->can_draft ? m->ws.hidden : m->ws.xn);
+    step s;
+    if (begin(&s, m, batch, PASS_FORWARD)) run_forward(&s, kv);
     *logits = m->ws.logits;
-    return m->b->ops->sync(m->b, err);
+    return m->b->ops->step_end(m->b, err);
+}
+
+void nbi_model_read_logits(const nbi_model *m, float *out, const float *logits, uint32_t n)
+{
+    m->b->ops->download(m->b, out, logits, (size_t)n * m->config.vocab * sizeof *out);
 }
 
 /* ---------------------------------------------------------------- drafting */
 
 /* x = eh_proj [enorm(embedding), hnorm(hidden state)]. */
-static void join_hidden(step *s, const int32_t *hidden_rows, bool from_draft)
+static void join_hidden(step *s, bool from_draft)
 {
     const nbi_mtp_weights *w = &s->m->mtp;
     nbi_workspace *ws = s->ws;
@@ -416,7 +432,7 @@ static void join_hidden(step *s, const int32_t *hidden_rows, bool from_draft)
     size_t act = nbi_dtype_bits(s->b->act_dtype) / 8;
     s->b->ops->gather(s->b, &(nbi_gather_args){.out = ws->delta,
                                                .x = from_draft ? ws->draft_hidden : ws->hidden,
-                                               .rows = hidden_rows,
+                                               .rows = s->batch->hidden_rows,
                                                .n = T,
                                                .width = H});
     s->b->ops->rmsnorm(s->b, &(nbi_rmsnorm_args){.out = ws->pair,
@@ -438,16 +454,25 @@ static void join_hidden(step *s, const int32_t *hidden_rows, bool from_draft)
     linear(s, ws->x, ws->pair, w->eh_proj, NULL);
 }
 
+static void run_draft(step *s, const nbi_kv *kv, bool from_draft)
+{
+    nbi_model *m = s->m;
+    embed_rows(s);
+    join_hidden(s, from_draft);
+    decoder_layer(s, m->n_layers, &kv->layers[m->n_layers]);
+    head_rows(s, m->mtp.head_norm, m->ws.draft_hidden);
+}
+
 nb_status nbi_model_draft(nbi_model *m, nbi_kv *kv, const nbi_batch *batch,
                           const int32_t *hidden_rows, bool from_draft, float **logits,
                           nb_error *err)
 {
     NB_ASSERT(m->can_draft);
-    step s = begin(m, batch);
-    embed_rows(&s);
-    join_hidden(&s, hidden_rows, from_draft);
-    decoder_layer(&s, m->n_layers, &kv->layers[m->n_layers]);
-    head_rows(&s, m->mtp.head_norm, m->ws.draft_hidden);
+    nbi_batch with = *batch;
+    with.hidden_rows = hidden_rows;
+    step s;
+    if (begin(&s, m, &with, from_draft ? PASS_DRAFT_AGAIN : PASS_DRAFT))
+        run_draft(&s, kv, from_draft);
     *logits = m->ws.logits;
-    return m->b->ops->sync(m->b, err);
+    return m->b->ops->step_end(m->b, err);
 }

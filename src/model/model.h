@@ -68,6 +68,9 @@ nb_status nbi_model_reserve(nbi_model *model, uint32_t max_rows, uint32_t max_se
 nb_status nbi_model_forward(nbi_model *model, nbi_kv *kv, const nbi_batch *batch, float **logits,
                             nb_error *err);
 
+/* Copies the first n rows of what forward left in *logits: out[n, V] on the host. */
+void nbi_model_read_logits(const nbi_model *model, float *out, const float *logits, uint32_t n);
+
 /* ---- drafting with the MTP layer (options.use_mtp). A draft pass runs the layer over `batch`: row
  * i holds token ids[i] behind the position pos[i] whose final hidden state is hidden row
  * hidden_rows[i] of the last forward (`from_draft` false) or of the last draft pass (true). It

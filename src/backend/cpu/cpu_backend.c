@@ -121,6 +121,15 @@ fail:
                     linear + attention);
 }
 
+static bool cpu_step_begin(nbi_backend *b, const nbi_batch *host, uint32_t pass,
+                           const nbi_batch **device)
+{
+    (void)b;
+    (void)pass;
+    *device = host;
+    return true;
+}
+
 static nb_status cpu_sync(nbi_backend *b, nb_error *err)
 {
     (void)b;
@@ -143,6 +152,8 @@ const nbi_backend_ops nbi_cpu_ops = {
     .weight_release = nbi_cpu_weight_release,
     .workspace_bytes = cpu_workspace_bytes,
     .reserve = cpu_reserve,
+    .step_begin = cpu_step_begin,
+    .step_end = cpu_sync,
     .embed = nbi_cpu_embed,
     .rope_table = nbi_cpu_rope_table,
     .rmsnorm = nbi_cpu_rmsnorm,

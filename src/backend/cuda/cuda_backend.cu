@@ -1,0 +1,330 @@
+/* The CUDA backend: opening, memory, steps, and the table of its operators. Callers: backend.c and
+ * tests; everything else goes through the table. */
+#include "backend/cuda/cuda_backend.h"
+
+#include <stdio.h>
+#include <string.h>
+
+#include "base/log.h"
+
+/* ---------------------------------------------------------------- open, memory */
+
+static void cuda_close(nbi_backend **b);
+
+static nb_status open_stages(nbi_cuda *c, nb_error *err)
+{
+    for (char *&stage : c->stage) {
+        stage = static_cast<char *>(nbi_rt_alloc_host(&c->rt, NBI_CUDA_STAGE_BYTES));
+        if (!stage)
+            return nbi_fail(err, NB_NO_MEMORY, "cuda: cannot pin %zu bytes of host memory",
+                            NBI_CUDA_STAGE_BYTES);
+    }
+    return NB_OK;
+}
+
+static nb_status cuda_open(nbi_backend **out, const nbi_backend_options *opt, nb_error *err)
+{
+    nbi_cuda *c = static_cast<nbi_cuda *>(nbi_calloc(1, sizeof *c));
+    if (!c) return nbi_fail(err, NB_NO_MEMORY, "cuda: out of memory");
+    if (!nbi_rt_open(&c->rt)) {
+        nbi_fail(err, NB_UNSUPPORTED, "device \"cuda\": %s", c->rt.error);
+        nbi_free(c);
+        return NB_UNSUPPORTED;
+    }
+    c->base.ops = &nbi_cuda_ops;
+    c->base.act_dtype = NBI_F32;
+    c->base.w4a4 = opt && opt->w4a4;
+    c->graphs = !(opt && opt->disable_graphs);
+    c->rt.dependent = c->graphs && c->rt.sm >= 90;
+    size_t free_bytes = 0, total = 0;
+    nb_status st = open_stages(c, err);
+    if (st == NB_OK && !nbi_rt_memory(&c->rt, &free_bytes, &total))
+        st = nbi_fail(err, NB_UNSUPPORTED, "cuda: %s", c->rt.error);
+    if (st != NB_OK) {
+        nbi_backend *b = &c->base;
+        cuda_close(&b);
+        return st;
+    }
+    c->base.memory_bytes = free_bytes;
+    snprintf(c->base.description, sizeof c->base.description, "cuda (%.40s, sm_%d)", c->rt.name,
+             c->rt.sm);
+    *out = &c->base;
+    return NB_OK;
+}
+
+static void forget_recorded(nbi_cuda *c)
+{
+    for (nbi_cuda_graph &g : c->recorded) {
+        nbi_rt_graph_free(&c->rt, &g.graph);
+        g = {};
+    }
+}
+
+static void release_reserved(nbi_cuda *c)
+{
+    forget_recorded(c);
+    nbi_rt_free(&c->rt, c->scratch);
+    nbi_rt_free(&c->rt, c->batch_device);
+    nbi_rt_free_host(&c->rt, c->batch_host);
+    c->scratch = NULL;
+    c->batch_device = c->batch_host = NULL;
+    c->scratch_bytes = c->batch_bytes = 0;
+}
+
+static void cuda_close(nbi_backend **b)
+{
+    if (!b || !*b) return;
+    nbi_cuda *c = nbi_cuda_of(*b);
+    release_reserved(c);
+    for (char *stage : c->stage) nbi_rt_free_host(&c->rt, stage);
+    nbi_rt_close(&c->rt);
+    nbi_free(c);
+    *b = NULL;
+}
+
+static void *cuda_alloc(nbi_backend *b, size_t bytes)
+{
+    return nbi_rt_alloc(&nbi_cuda_of(b)->rt, bytes);
+}
+
+static void cuda_release(nbi_backend *b, void *p, size_t bytes)
+{
+    (void)bytes;
+    nbi_rt_free(&nbi_cuda_of(b)->rt, p);
+}
+
+void nbi_cuda_upload(nbi_cuda *c, void *dst, const void *src, size_t bytes)
+{
+    for (size_t at = 0; at < bytes; at += NBI_CUDA_STAGE_BYTES) {
+        const size_t n = bytes - at < NBI_CUDA_STAGE_BYTES ? bytes - at : NBI_CUDA_STAGE_BYTES;
+        char *stage = c->stage[c->next_stage];
+        c->next_stage = (c->next_stage + 1) % NBI_CUDA_STAGES;
+        if (c->next_stage == 1) nbi_rt_sync(&c->rt); /* both pieces are free again */
+        memcpy(stage, static_cast<const char *>(src) + at, n);
+        nbi_rt_upload(&c->rt, static_cast<char *>(dst) + at, stage, n);
+    }
+}
+
+static void cuda_upload(nbi_backend *b, void *dst, const void *src, size_t bytes)
+{
+    nbi_cuda_upload(nbi_cuda_of(b), dst, src, bytes);
+}
+
+static void cuda_download(nbi_backend *b, void *dst, const void *src, size_t bytes)
+{
+    nbi_cuda *c = nbi_cuda_of(b);
+    for (size_t at = 0; at < bytes; at += NBI_CUDA_STAGE_BYTES) {
+        const size_t n = bytes - at < NBI_CUDA_STAGE_BYTES ? bytes - at : NBI_CUDA_STAGE_BYTES;
+        nbi_rt_sync(&c->rt);
+        nbi_rt_download(&c->rt, c->stage[0], static_cast<const char *>(src) + at, n);
+        nbi_rt_sync(&c->rt);
+        memcpy(static_cast<char *>(dst) + at, c->stage[0], n);
+    }
+}
+
+/* ---------------------------------------------------------------- reserve */
+
+/* A batch's arrays in one block, each at a multiple of 16 bytes: sizes with base NULL, lays out
+ * otherwise. */
+static size_t pack_batch(nbi_batch *out, const nbi_batch *in, char *base)
+{
+    const size_t T = in->n_rows, S = in->n_seqs, R = in->n_logit_rows;
+    const struct {
+        const int32_t **at;
+        size_t n;
+    } parts[] = {{&out->ids, T},
+                 {&out->pos, T},
+                 {&out->row_seq, T},
+                 {&out->hidden_rows, T},
+                 {&out->logit_rows, R},
+                 {&out->seq_first, S + 1},
+                 {&out->seq_len, S},
+                 {&out->page_table, S * in->page_stride},
+                 {const_cast<const int32_t **>(&out->row_fault), T}};
+    size_t bytes = 0;
+    for (const auto &part : parts) {
+        if (base) *part.at = reinterpret_cast<int32_t *>(base + bytes);
+        bytes += (part.n * sizeof(int32_t) + 15) / 16 * 16;
+    }
+    return bytes;
+}
+
+static uint32_t len_bucket(const nbi_cuda *c, uint32_t len)
+{
+    const uint32_t most = nbi_ceil_div(c->limits.max_context, NBI_PAGE_TOKENS) * NBI_PAGE_TOKENS;
+    uint32_t bucket = NBI_CUDA_LEN_BUCKET;
+    while (bucket < len) bucket *= 2;
+    return bucket < most || most < len ? bucket : most;
+}
+
+static size_t operator_scratch(const nbi_cuda *c, const nbi_limits *limits)
+{
+    (void)c, (void)limits;
+    return 256;
+}
+
+static size_t batch_block(const nbi_cuda *c, const nbi_limits *limits)
+{
+    nbi_batch most = {};
+    (void)c;
+    most.n_rows = limits->max_rows;
+    most.n_seqs = limits->max_seqs;
+    most.n_logit_rows = limits->max_logit_rows;
+    most.page_stride = 2 * nbi_ceil_div(limits->max_context, NBI_PAGE_TOKENS) +
+                       NBI_CUDA_LEN_BUCKET / NBI_PAGE_TOKENS;
+    nbi_batch unused;
+    return pack_batch(&unused, &most, NULL);
+}
+
+static size_t cuda_workspace_bytes(const nbi_backend *b, const nbi_limits *limits)
+{
+    const nbi_cuda *c = nbi_cuda_of(b);
+    return operator_scratch(c, limits) + batch_block(c, limits);
+}
+
+static nb_status cuda_reserve(nbi_backend *b, const nbi_limits *limits, nb_error *err)
+{
+    nbi_cuda *c = nbi_cuda_of(b);
+    release_reserved(c);
+    c->limits = *limits;
+    c->scratch_bytes = operator_scratch(c, limits);
+    c->batch_bytes = batch_block(c, limits);
+    c->scratch = nbi_rt_alloc(&c->rt, c->scratch_bytes);
+    c->batch_device = static_cast<char *>(nbi_rt_alloc(&c->rt, c->batch_bytes));
+    c->batch_host = static_cast<char *>(nbi_rt_alloc_host(&c->rt, c->batch_bytes));
+    if (!c->scratch || !c->batch_device || !c->batch_host) {
+        release_reserved(c);
+        return nbi_fail(err, NB_NO_MEMORY, "cuda: no device memory for %zu bytes of scratch",
+                        c->scratch_bytes + c->batch_bytes);
+    }
+    return NB_OK;
+}
+
+/* ---------------------------------------------------------------- steps */
+
+/* The batch in the pinned block, and its device form: page tables as wide as the bound needs. */
+static size_t place_batch(nbi_cuda *c, const nbi_batch *in)
+{
+    nbi_batch shape = *in, host;
+    shape.max_len = len_bucket(c, in->max_len);
+    shape.page_stride = nbi_ceil_div(shape.max_len, NBI_PAGE_TOKENS);
+    const size_t bytes = pack_batch(&host, &shape, c->batch_host);
+    NB_ASSERT(bytes <= c->batch_bytes);
+    const size_t T = in->n_rows, S = in->n_seqs, R = in->n_logit_rows, i32 = sizeof(int32_t);
+    memcpy(const_cast<int32_t *>(host.ids), in->ids, T * i32);
+    memcpy(const_cast<int32_t *>(host.pos), in->pos, T * i32);
+    memcpy(const_cast<int32_t *>(host.row_seq), in->row_seq, T * i32);
+    if (in->hidden_rows) memcpy(const_cast<int32_t *>(host.hidden_rows), in->hidden_rows, T * i32);
+    if (R) memcpy(const_cast<int32_t *>(host.logit_rows), in->logit_rows, R * i32);
+    memcpy(const_cast<int32_t *>(host.seq_first), in->seq_first, (S + 1) * i32);
+    memcpy(const_cast<int32_t *>(host.seq_len), in->seq_len, S * i32);
+    const size_t width = in->page_stride < shape.page_stride ? in->page_stride : shape.page_stride;
+    for (size_t s = 0; s < S; s++)
+        memcpy(const_cast<int32_t *>(host.page_table) + s * shape.page_stride,
+               in->page_table + s * in->page_stride, width * i32);
+    memcpy(host.row_fault, in->row_fault, T * i32);
+    c->batch = shape;
+    pack_batch(&c->batch, &shape, c->batch_device);
+    return bytes;
+}
+
+static nbi_cuda_graph *find_recorded(nbi_cuda *c, const nbi_cuda_key &key)
+{
+    nbi_cuda_graph *oldest = &c->recorded[0];
+    for (nbi_cuda_graph &g : c->recorded) {
+        if (g.used && memcmp(&g.key, &key, sizeof key) == 0) return &g;
+        if (g.used < oldest->used) oldest = &g;
+    }
+    nbi_rt_graph_free(&c->rt, &oldest->graph);
+    oldest->key = key;
+    oldest->used = 0;
+    return oldest;
+}
+
+/* Copies that carry a step in and out are outside of what is recorded: they are of this batch. */
+static bool cuda_step_begin(nbi_backend *b, const nbi_batch *host, uint32_t pass,
+                            const nbi_batch **device)
+{
+    nbi_cuda *c = nbi_cuda_of(b);
+    const size_t bytes = place_batch(c, host);
+    nbi_rt_upload(&c->rt, c->batch_device, c->batch_host, bytes);
+    c->host_batch = host;
+    *device = &c->batch;
+    c->recording = c->replaying = NULL;
+    c->n_steps++;
+    if (!c->graphs || host->n_rows > NBI_CUDA_GRAPH_ROWS) return true;
+    const nbi_cuda_key key = {host->n_rows, host->n_seqs, host->n_logit_rows, c->batch.max_len,
+                              pass};
+    nbi_cuda_graph *g = find_recorded(c, key);
+    const bool first = g->used == 0;
+    g->used = c->n_steps;
+    if (g->graph) {
+        c->replaying = g;
+        return false;
+    }
+    if (first) return true; /* kernels are loaded at their first launch, which is not recorded */
+    c->recording = g;
+    nbi_rt_record(&c->rt);
+    return true;
+}
+
+static nb_status report(nbi_cuda *c, nb_error *err)
+{
+    if (nbi_rt_sync(&c->rt)) return NB_OK;
+    return nbi_fail(err, NB_INTERNAL, "%s", c->rt.error);
+}
+
+static nb_status cuda_step_end(nbi_backend *b, nb_error *err)
+{
+    nbi_cuda *c = nbi_cuda_of(b);
+    if (c->recording) c->replaying = c->recording;
+    if (c->recording) c->recording->graph = nbi_rt_record_end(&c->rt);
+    if (c->replaying && c->replaying->graph) nbi_rt_replay(&c->rt, c->replaying->graph);
+    c->recording = c->replaying = NULL;
+    const size_t bytes = c->host_batch->n_rows * sizeof(int32_t);
+    const size_t at = reinterpret_cast<char *>(c->batch.row_fault) - c->batch_device;
+    nbi_rt_download(&c->rt, c->batch_host + at, c->batch.row_fault, bytes);
+    NB_TRY(report(c, err));
+    memcpy(c->host_batch->row_fault, c->batch_host + at, bytes);
+    return NB_OK;
+}
+
+static nb_status cuda_sync(nbi_backend *b, nb_error *err)
+{
+    return report(nbi_cuda_of(b), err);
+}
+
+const nbi_backend_ops nbi_cuda_ops = {
+    .version = 1,
+    .size = sizeof(nbi_backend_ops),
+    .name = "cuda",
+    .open = cuda_open,
+    .close = cuda_close,
+    .alloc = cuda_alloc,
+    .commit = NULL,
+    .release = cuda_release,
+    .upload = cuda_upload,
+    .download = cuda_download,
+    .weight_prepare = NULL,
+    .weight_release = NULL,
+    .workspace_bytes = cuda_workspace_bytes,
+    .reserve = cuda_reserve,
+    .step_begin = cuda_step_begin,
+    .step_end = cuda_step_end,
+    .embed = NULL,
+    .rope_table = NULL,
+    .rmsnorm = NULL,
+    .linear = NULL,
+    .swiglu = nbi_cuda_swiglu,
+    .mla_append = NULL,
+    .mla_attend = NULL,
+    .gqa_append = NULL,
+    .gqa_attend = NULL,
+    .index_append = NULL,
+    .index_select = NULL,
+    .route = NULL,
+    .gather = NULL,
+    .add = NULL,
+    .sample = NULL,
+    .sync = cuda_sync,
+};

@@ -1,0 +1,109 @@
+/* The CUDA backend from inside. Private to src/backend/cuda and src/moe/cuda.
+ *
+ * Activations are float32. Everything runs in one stream in the order of the calls; nothing but
+ * `sample`, `download` and `step_end` waits for the device.
+ *
+ * Recorded steps: the calls of a step depend on the batch's counts (rows, sequences, logit rows, a
+ * bound of the longest sequence) and on nothing else the host knows; everything else is read from
+ * device memory. So a step is recorded once per set of counts and replayed. An operator must not
+ * look at host arrays of the batch, and sizes its grid from the counts alone. */
+#pragma once
+
+#include "backend/backend.h"
+#include "backend/cuda/runtime.h"
+
+#define NBI_CUDA_GRAPHS      96u  /* recorded steps kept */
+#define NBI_CUDA_GRAPH_ROWS  256u /* steps of more rows are not worth recording */
+#define NBI_CUDA_LEN_BUCKET  256u /* smallest bound of a sequence's length */
+#define NBI_CUDA_STAGE_BYTES ((size_t)16 << 20)
+#define NBI_CUDA_STAGES      2u
+
+/* What a recorded step depends on. */
+struct nbi_cuda_key {
+    uint32_t n_rows, n_seqs, n_logit_rows, max_len, pass;
+};
+
+struct nbi_cuda_graph {
+    nbi_cuda_key key;
+    nbi_rt_graph *graph; /* NULL: seen once, not recorded yet */
+    uint64_t used;       /* number of the step that used it last */
+};
+
+struct nbi_cuda {
+    nbi_backend base;
+    nbi_rt rt;
+    nbi_limits limits;
+    bool graphs; /* record steps */
+
+    void *scratch; /* of one operator at a time */
+    size_t scratch_bytes;
+
+    /* the step's batch */
+    char *batch_host, *batch_device; /* pinned, device: the arrays of a batch, packed */
+    size_t batch_bytes;
+    nbi_batch batch; /* device form */
+    const nbi_batch *host_batch;
+    nbi_cuda_graph recorded[NBI_CUDA_GRAPHS], *recording, *replaying;
+    uint64_t n_steps;
+
+    /* uploads of weights: pageable memory goes through pinned pieces */
+    char *stage[NBI_CUDA_STAGES];
+    uint32_t next_stage;
+
+    void *sampler;      /* of sample.cu */
+    const char *failed; /* an operator that could not run says so at step_end */
+};
+
+static inline nbi_cuda *nbi_cuda_of(nbi_backend *b)
+{
+    return reinterpret_cast<nbi_cuda *>(b);
+}
+
+static inline const nbi_cuda *nbi_cuda_of(const nbi_backend *b)
+{
+    return reinterpret_cast<const nbi_cuda *>(b);
+}
+
+static inline uint32_t nbi_ceil_div(uint32_t a, uint32_t b)
+{
+    return (a + b - 1) / b;
+}
+
+/* Copies pageable memory to the device, through the pinned pieces, in the order of the stream.
+ * Returns when src may go. */
+void nbi_cuda_upload(nbi_cuda *c, void *dst, const void *src, size_t bytes);
+
+extern "C" {
+extern const nbi_backend_ops nbi_cuda_ops;
+
+/* linear*.cu */
+nb_status nbi_cuda_weight_prepare(nbi_backend *b, nbi_weight **out, const nbi_matrix *m,
+                                  nb_error *err);
+void nbi_cuda_weight_release(nbi_backend *b, nbi_weight **w);
+void nbi_cuda_linear(nbi_backend *b, const nbi_linear_args *a);
+/* elementwise.cu */
+void nbi_cuda_embed(nbi_backend *b, const nbi_embed_args *a);
+void nbi_cuda_rope_table(nbi_backend *b, const nbi_rope_table_args *a);
+void nbi_cuda_rmsnorm(nbi_backend *b, const nbi_rmsnorm_args *a);
+void nbi_cuda_swiglu(nbi_backend *b, const nbi_swiglu_args *a);
+void nbi_cuda_gather(nbi_backend *b, const nbi_gather_args *a);
+void nbi_cuda_add(nbi_backend *b, const nbi_add_args *a);
+/* attention_mla.cu, attention_gqa.cu */
+void nbi_cuda_mla_append(nbi_backend *b, const nbi_mla_append_args *a);
+void nbi_cuda_mla_attend(nbi_backend *b, const nbi_mla_attend_args *a);
+void nbi_cuda_gqa_append(nbi_backend *b, const nbi_gqa_append_args *a);
+void nbi_cuda_gqa_attend(nbi_backend *b, const nbi_gqa_attend_args *a);
+/* indexer.cu */
+void nbi_cuda_index_append(nbi_backend *b, const nbi_index_append_args *a);
+void nbi_cuda_index_select(nbi_backend *b, const nbi_index_select_args *a);
+/* route.cu, sample.cu */
+void nbi_cuda_route(nbi_backend *b, const nbi_route_args *a);
+void nbi_cuda_sample(nbi_backend *b, const nbi_sample_args *a);
+}
+
+/* Scratch bytes of the operators for any call within the limits. */
+size_t nbi_cuda_linear_scratch(const nbi_cuda *c, const nbi_limits *limits);
+size_t nbi_cuda_attention_scratch(const nbi_cuda *c, const nbi_limits *limits);
+/* The sampler's own memory. */
+nb_status nbi_cuda_sampler_open(nbi_cuda *c, const nbi_limits *limits, nb_error *err);
+void nbi_cuda_sampler_close(nbi_cuda *c);

@@ -1,0 +1,348 @@
+/* What kernels are written with, and nothing else: under nvcc thin wrappers of instructions, under
+ * a C++ compiler their emulation (emulate.h), so that the same kernels run in tests without a GPU.
+ *
+ * Raw bits stand for small formats: uint16_t one BF16 or FP16 value, uint32_t two of them (the
+ * first in the low half), uint8_t one E4M3 value. */
+#pragma once
+
+#include <stddef.h>
+#include <stdint.h>
+
+#if defined(__CUDACC__)
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#define NBI_EMULATED 0
+#define NBI_DEV      __device__ __forceinline__
+/* Dynamic shared memory of the block, 128-byte aligned. */
+template <class T> NBI_DEV T *nbi_shared()
+{
+    extern __shared__ __align__(128) unsigned char nbi_shared_bytes[];
+    return reinterpret_cast<T *>(nbi_shared_bytes);
+}
+#else
+#include "backend/cuda/emulate.h"
+#define NBI_EMULATED 1
+#define NBI_DEV      inline
+template <class T> inline T *nbi_shared()
+{
+    return reinterpret_cast<T *>(nbi_emu_shared());
+}
+#endif
+
+#if NBI_EMULATED || __CUDA_ARCH__ >= 900
+#define NBI_SM90 1
+#else
+#define NBI_SM90 0
+#endif
+
+#define NBI_WARP      32
+#define NBI_FULL_MASK 0xffffffffu
+
+struct alignas(16) nbi_u32x4 {
+    uint32_t v[4];
+};
+struct alignas(16) nbi_f32x4 {
+    float v[4];
+};
+struct alignas(8) nbi_u32x2 {
+    uint32_t v[2];
+};
+struct alignas(8) nbi_f32x2 {
+    float v[2];
+};
+
+/* ---------------------------------------------------------------- bits */
+
+NBI_DEV uint32_t nbi_bits(float x)
+{
+#if NBI_EMULATED
+    return __builtin_bit_cast(uint32_t, x);
+#else
+    return __float_as_uint(x);
+#endif
+}
+
+NBI_DEV float nbi_float(uint32_t x)
+{
+#if NBI_EMULATED
+    return __builtin_bit_cast(float, x);
+#else
+    return __uint_as_float(x);
+#endif
+}
+
+/* 2^e for -126 <= e <= 127. */
+NBI_DEV float nbi_pow2(int e)
+{
+    return nbi_float((uint32_t)(e + 127) << 23);
+}
+
+NBI_DEV bool nbi_finite(float x)
+{
+    return (nbi_bits(x) & 0x7f800000u) != 0x7f800000u;
+}
+
+/* ---------------------------------------------------------------- small formats */
+
+/* Round to nearest, ties to even; NaN stays NaN. */
+NBI_DEV uint16_t nbi_to_bf16(float x)
+{
+#if NBI_EMULATED
+    uint32_t u = nbi_bits(x);
+    if ((u & 0x7fffffffu) > 0x7f800000u) return (uint16_t)((u >> 16) | 0x40u);
+    return (uint16_t)((u + 0x7fffu + ((u >> 16) & 1u)) >> 16);
+#else
+    return __bfloat16_as_ushort(__float2bfloat16_rn(x));
+#endif
+}
+
+NBI_DEV float nbi_from_bf16(uint16_t x)
+{
+    return nbi_float((uint32_t)x << 16);
+}
+
+NBI_DEV uint32_t nbi_to_bf16x2(float lo, float hi)
+{
+#if NBI_EMULATED
+    return (uint32_t)nbi_to_bf16(lo) | (uint32_t)nbi_to_bf16(hi) << 16;
+#else
+    uint32_t r;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo));
+    return r;
+#endif
+}
+
+NBI_DEV float nbi_bf16_lo(uint32_t x)
+{
+    return nbi_float(x << 16);
+}
+
+NBI_DEV float nbi_bf16_hi(uint32_t x)
+{
+    return nbi_float(x & 0xffff0000u);
+}
+
+NBI_DEV float nbi_from_f16(uint16_t x)
+{
+#if NBI_EMULATED
+    return nbi_emu_from_f16(x);
+#else
+    return __half2float(__ushort_as_half(x));
+#endif
+}
+
+NBI_DEV uint16_t nbi_to_f16(float x)
+{
+#if NBI_EMULATED
+    return nbi_emu_to_f16(x);
+#else
+    return __half_as_ushort(__float2half_rn(x));
+#endif
+}
+
+NBI_DEV uint32_t nbi_to_f16x2(float lo, float hi)
+{
+#if NBI_EMULATED
+    return (uint32_t)nbi_to_f16(lo) | (uint32_t)nbi_to_f16(hi) << 16;
+#else
+    uint32_t r;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo));
+    return r;
+#endif
+}
+
+/* Two FP16 products, round to nearest even; subnormals are kept. */
+NBI_DEV uint32_t nbi_mul_f16x2(uint32_t a, uint32_t b)
+{
+#if NBI_EMULATED
+    const float lo = nbi_from_f16((uint16_t)a) * nbi_from_f16((uint16_t)b);
+    const float hi = nbi_from_f16((uint16_t)(a >> 16)) * nbi_from_f16((uint16_t)(b >> 16));
+    return nbi_to_f16x2(lo, hi);
+#else
+    uint32_t r;
+    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+    return r;
+#endif
+}
+
+/* E4M3 to FP16 times 2^-8, exact: the bits only move. */
+NBI_DEV uint16_t nbi_e4m3_bits_f16(uint8_t x)
+{
+    return (uint16_t)((uint32_t)(x & 0x80u) << 8 | (uint32_t)(x & 0x7fu) << 7);
+}
+
+NBI_DEV float nbi_from_e4m3(uint8_t x)
+{
+    if ((x & 0x7fu) == 0x7fu) return nbi_float(0x7fc00000u);
+    return nbi_from_f16(nbi_e4m3_bits_f16(x)) * 256.0f;
+}
+
+/* Round to nearest even, saturating at 448; NaN stays NaN. */
+NBI_DEV uint8_t nbi_to_e4m3(float x)
+{
+    const uint32_t sign = nbi_bits(x) >> 24 & 0x80u;
+    const float a = nbi_float(nbi_bits(x) & 0x7fffffffu);
+    if (!(a == a)) return 0x7f;
+    if (a >= 464.0f) return (uint8_t)(sign | 0x7eu);
+    int e = (int)(nbi_bits(a) >> 23) - 127;
+    if (e < -6) e = -6;
+    const float unit = nbi_pow2(e - 3); /* of the last place */
+    float q = a / unit;                 /* exact: a power of two */
+    const float down = (float)(int)q;
+    const float rest = q - down;
+    q = rest > 0.5f || (rest == 0.5f && ((int)down & 1)) ? down + 1 : down;
+    const float v = q * unit;
+    if (v > 448.0f) return (uint8_t)(sign | 0x7eu);
+    if (v < 0.015625f) return (uint8_t)(sign | (uint32_t)(v * 512.0f)); /* below 2^-6 */
+    const uint32_t b = nbi_bits(v);
+    return (uint8_t)(sign | (((b >> 23) - 120u) << 3 | (b >> 20 & 7u)));
+}
+
+/* ---------------------------------------------------------------- warps */
+
+NBI_DEV int nbi_lane()
+{
+    return (int)(threadIdx.x & 31u);
+}
+
+/* The order of additions is that of the tree: the same bits for every caller. */
+NBI_DEV float nbi_warp_sum(float x)
+{
+    for (int d = 16; d; d >>= 1) x += __shfl_xor_sync(NBI_FULL_MASK, x, d);
+    return x;
+}
+
+NBI_DEV float nbi_warp_max(float x)
+{
+    for (int d = 16; d; d >>= 1) {
+        const float y = __shfl_xor_sync(NBI_FULL_MASK, x, d);
+        x = y > x ? y : x;
+    }
+    return x;
+}
+
+/* ---------------------------------------------------------------- memory */
+
+/* 16 bytes that nobody writes while the kernel runs and that are read once. */
+NBI_DEV nbi_u32x4 nbi_load_once(const void *p)
+{
+#if NBI_EMULATED
+    return *static_cast<const nbi_u32x4 *>(p);
+#else
+    nbi_u32x4 r;
+    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r.v[0]), "=r"(r.v[1]), "=r"(r.v[2]), "=r"(r.v[3])
+                 : "l"(p));
+    return r;
+#endif
+}
+
+/* Asynchronous copies of 16 bytes to shared memory; both addresses aligned to 16. With `take` false
+ * the 16 bytes become zero and src is not read. */
+NBI_DEV void nbi_copy_async(void *shared, const void *src, bool take = true)
+{
+#if NBI_EMULATED
+    nbi_emu_copy_async(shared, src, take);
+#else
+    const uint32_t to = (uint32_t)__cvta_generic_to_shared(shared);
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(src),
+                 "r"(take ? 16 : 0)
+                 : "memory");
+#endif
+}
+
+NBI_DEV void nbi_copy_commit()
+{
+#if NBI_EMULATED
+    nbi_emu_copy_commit();
+#else
+    asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+}
+
+/* Until at most N of this thread's groups are on their way. Other threads need a barrier behind. */
+template <int N> NBI_DEV void nbi_copy_wait()
+{
+#if NBI_EMULATED
+    nbi_emu_copy_wait(N);
+#else
+    asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
+#endif
+}
+
+/* ---------------------------------------------------------------- matrix units */
+
+/* Four 8 x 8 matrices of 16-bit values; lane i gives the address of row i % 8 of matrix i / 8. */
+NBI_DEV void nbi_ldmatrix(uint32_t r[4], const void *shared)
+{
+#if NBI_EMULATED
+    nbi_emu_ldmatrix(r, shared);
+#else
+    const uint32_t at = (uint32_t)__cvta_generic_to_shared(shared);
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(at));
+#endif
+}
+
+/* The same, each matrix transposed. */
+NBI_DEV void nbi_ldmatrix_trans(uint32_t r[4], const void *shared)
+{
+#if NBI_EMULATED
+    nbi_emu_ldmatrix_trans(r, shared);
+#else
+    const uint32_t at = (uint32_t)__cvta_generic_to_shared(shared);
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(at));
+#endif
+}
+
+/* d += a b, m16n8k16, FP32 sums. Lane (g = lane / 4, t = lane % 4):
+ *   a[0] row g, k 2t 2t+1      a[1] row g+8, the same k
+ *   a[2] row g, k 2t+8 2t+9    a[3] row g+8, the same k
+ *   b[0] column g, k 2t 2t+1   b[1] column g, k 2t+8 2t+9
+ *   d[0] d[1] row g, columns 2t 2t+1; d[2] d[3] row g+8. Source: PTX ISA, mma.m16n8k16. */
+NBI_DEV void nbi_mma_bf16(float d[4], const uint32_t a[4], const uint32_t b[2])
+{
+#if NBI_EMULATED
+    nbi_emu_mma(d, a, b, true);
+#else
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, "
+                 "{%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+#endif
+}
+
+NBI_DEV void nbi_mma_f16(float d[4], const uint32_t a[4], const uint32_t b[2])
+{
+#if NBI_EMULATED
+    nbi_emu_mma(d, a, b, false);
+#else
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, "
+                 "{%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+#endif
+}
+
+/* ---------------------------------------------------------------- programmatic dependent launch */
+
+/* Until everything the kernel before wrote is visible. Every kernel calls it before its first read
+ * of what a kernel wrote and before its first write, also when it needs nothing: the next kernel
+ * trusts that what is two back has ended. */
+NBI_DEV void nbi_wait_before()
+{
+#if !NBI_EMULATED && NBI_SM90
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+/* The next kernel may start its prologue. */
+NBI_DEV void nbi_let_next()
+{
+#if !NBI_EMULATED && NBI_SM90
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}

@@ -1,0 +1,360 @@
+/* Emulation of blocks, warps and matrix units on the CPU (emulate.h). Callers: kernels compiled by
+ * a C++ compiler. One thread at a time.
+ *
+ * A block's threads are fibers. A fiber runs until it waits: at the block's barrier, at its warp's,
+ * or at its end. A barrier opens when every thread of it that has not ended waits there. */
+#include "backend/cuda/emulate.h"
+
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+
+#include <vector>
+
+#define MAX_THREADS 1024u
+#define STACK_BYTES (128u << 10)
+#define COPIES_MAX  512u
+
+namespace
+{
+
+struct pending_copy {
+    void *to;
+    const void *from;
+    bool take;
+    unsigned group;
+};
+
+enum fiber_state { READY, AT_BLOCK, AT_WARP, ENDED };
+
+struct fiber {
+    nbi_emu_thread self;
+    void *sp;
+    fiber_state state;
+    unsigned n_copies, group; /* copies on their way; number of the open group */
+    pending_copy copies[COPIES_MAX];
+};
+
+alignas(128) unsigned char shared_memory[256u << 10];
+alignas(16) unsigned char slots[MAX_THREADS / 32][32 * NBI_EMU_SLOT];
+fiber *fibers;
+unsigned char *stacks;
+void *scheduler_sp;
+unsigned n_threads;
+const std::function<void()> *kernel;
+
+} // namespace
+
+nbi_emu_thread *nbi_emu_self;
+dim3 nbi_emu_block_dim, nbi_emu_grid_dim;
+
+/* ---------------------------------------------------------------- fibers */
+
+#if !defined(__x86_64__)
+#error "the emulation of CUDA blocks switches stacks by hand and is written for x86-64"
+#endif
+
+/* Saves what a call must preserve and the stack pointer, and takes up another stack. */
+extern "C" void nbi_emu_switch(void **save, void *load);
+asm(".text\n"
+    ".type nbi_emu_switch, @function\n"
+    "nbi_emu_switch:\n"
+    "  pushq %rbp\n  pushq %rbx\n  pushq %r12\n  pushq %r13\n  pushq %r14\n  pushq %r15\n"
+    "  movq %rsp, (%rdi)\n"
+    "  movq %rsi, %rsp\n"
+    "  popq %r15\n  popq %r14\n  popq %r13\n  popq %r12\n  popq %rbx\n  popq %rbp\n"
+    "  ret\n"
+    ".size nbi_emu_switch, .-nbi_emu_switch\n");
+
+static fiber *current()
+{
+    return reinterpret_cast<fiber *>(nbi_emu_self);
+}
+
+static void leave(fiber_state state)
+{
+    fiber *f = current();
+    f->state = state;
+    nbi_emu_switch(&f->sp, scheduler_sp);
+}
+
+static void fiber_main()
+{
+    (*kernel)();
+    nbi_emu_copy_wait(0);
+    leave(ENDED);
+    abort(); /* an ended fiber is never taken up again */
+}
+
+static void make_stacks()
+{
+    if (fibers) return;
+    fibers = static_cast<fiber *>(calloc(MAX_THREADS, sizeof *fibers));
+    void *p = mmap(NULL, (size_t)MAX_THREADS * STACK_BYTES, PROT_READ | PROT_WRITE,
+                   MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (!fibers || p == MAP_FAILED) {
+        fprintf(stderr, "CUDA emulation: no memory for %u stacks\n", MAX_THREADS);
+        abort();
+    }
+    stacks = static_cast<unsigned char *>(p);
+}
+
+/* The first switch to a fiber returns into fiber_main with the stack as behind a call. */
+static void start_fiber(unsigned i, dim3 thread, dim3 block)
+{
+    fiber *f = &fibers[i];
+    f->self = {thread, block, i % 32, i / 32};
+    f->state = READY;
+    f->n_copies = f->group = 0;
+    void **top = reinterpret_cast<void **>(stacks + (size_t)(i + 1) * STACK_BYTES - 64);
+    *--top = NULL; /* where fiber_main would return to */
+    void (*entry)() = fiber_main;
+    memcpy(--top, &entry, sizeof entry);
+    for (int r = 0; r < 6; r++) *--top = NULL;
+    f->sp = top;
+}
+
+/* Opens the barriers whose threads are all there. Returns whether any thread can go on. */
+static bool open_barriers()
+{
+    bool ready = false, block = true;
+    for (unsigned w = 0; w * 32 < n_threads; w++) {
+        const unsigned end = (w + 1) * 32 < n_threads ? (w + 1) * 32 : n_threads;
+        bool all = true;
+        for (unsigned i = w * 32; i < end; i++) {
+            if (fibers[i].state == READY) ready = true;
+            if (fibers[i].state != AT_WARP && fibers[i].state != ENDED) all = false;
+            if (fibers[i].state != AT_BLOCK && fibers[i].state != ENDED) block = false;
+        }
+        for (unsigned i = w * 32; all && i < end; i++) {
+            if (fibers[i].state != AT_WARP) continue;
+            fibers[i].state = READY;
+            ready = true;
+        }
+    }
+    for (unsigned i = 0; block && i < n_threads; i++) {
+        if (fibers[i].state != AT_BLOCK) continue;
+        fibers[i].state = READY;
+        ready = true;
+    }
+    return ready;
+}
+
+static void report_deadlock()
+{
+    unsigned block = 0, warp = 0, ended = 0;
+    for (unsigned i = 0; i < n_threads; i++) {
+        block += fibers[i].state == AT_BLOCK;
+        warp += fibers[i].state == AT_WARP;
+        ended += fibers[i].state == ENDED;
+    }
+    if (ended == n_threads) return;
+    fprintf(stderr,
+            "CUDA emulation: block (%u, %u, %u) cannot go on: of %u threads %u wait for the block, "
+            "%u for their warp, %u have ended\n",
+            fibers[0].self.block.x, fibers[0].self.block.y, fibers[0].self.block.z, n_threads,
+            block, warp, ended);
+    abort();
+}
+
+static void run_block(dim3 idx)
+{
+    const dim3 dim = nbi_emu_block_dim;
+    unsigned i = 0;
+    for (unsigned z = 0; z < dim.z; z++)
+        for (unsigned y = 0; y < dim.y; y++)
+            for (unsigned x = 0; x < dim.x; x++) start_fiber(i++, dim3(x, y, z), idx);
+    do {
+        for (i = 0; i < n_threads; i++) {
+            if (fibers[i].state != READY) continue;
+            nbi_emu_self = &fibers[i].self;
+            nbi_emu_switch(&scheduler_sp, fibers[i].sp);
+        }
+    } while (open_barriers());
+    report_deadlock();
+}
+
+void nbi_emu_run(dim3 grid, dim3 block, size_t shared_bytes, const std::function<void()> &body)
+{
+    n_threads = block.x * block.y * block.z;
+    if (!n_threads || n_threads > MAX_THREADS || shared_bytes > (227u << 10) || !grid.x ||
+        !grid.y || !grid.z || grid.y > 65535 || grid.z > 65535) {
+        fprintf(stderr,
+                "CUDA emulation: a launch of (%u, %u, %u) blocks of %u threads with %zu bytes of "
+                "shared memory is not possible\n",
+                grid.x, grid.y, grid.z, n_threads, shared_bytes);
+        abort();
+    }
+    make_stacks();
+    kernel = &body;
+    nbi_emu_block_dim = block;
+    nbi_emu_grid_dim = grid;
+    for (unsigned z = 0; z < grid.z; z++)
+        for (unsigned y = 0; y < grid.y; y++)
+            for (unsigned x = 0; x < grid.x; x++) {
+                memset(shared_memory, 0xff, shared_bytes);
+                run_block(dim3(x, y, z));
+            }
+    nbi_emu_self = NULL;
+}
+
+/* ---------------------------------------------------------------- inside a block */
+
+void *nbi_emu_shared()
+{
+    return shared_memory;
+}
+
+void nbi_emu_sync_block()
+{
+    leave(AT_BLOCK);
+}
+
+void nbi_emu_sync_warp()
+{
+    leave(AT_WARP);
+}
+
+bool nbi_emu_lane_lives(unsigned lane)
+{
+    const unsigned i = nbi_emu_self->warp * 32 + lane;
+    return i < n_threads && fibers[i].state != ENDED;
+}
+
+const unsigned char *nbi_emu_exchange(const void *value, size_t bytes)
+{
+    unsigned char *warp = slots[nbi_emu_self->warp];
+    memcpy(warp + nbi_emu_self->lane * NBI_EMU_SLOT, value, bytes);
+    nbi_emu_sync_warp();
+    return warp;
+}
+
+void nbi_emu_copy_async(void *shared, const void *src, bool take)
+{
+    fiber *f = current();
+    if (f->n_copies == COPIES_MAX || ((uintptr_t)shared & 15u) || ((uintptr_t)src & 15u)) {
+        fprintf(stderr,
+                "CUDA emulation: asynchronous copy %u from %p to %p: too many or unaligned\n",
+                f->n_copies, src, shared);
+        abort();
+    }
+    f->copies[f->n_copies++] = {shared, src, take, f->group};
+}
+
+void nbi_emu_copy_commit()
+{
+    current()->group++;
+}
+
+void nbi_emu_copy_wait(int left)
+{
+    fiber *f = current();
+    unsigned kept = 0;
+    for (unsigned i = 0; i < f->n_copies; i++) {
+        const pending_copy c = f->copies[i];
+        if (left && c.group + (unsigned)left >= f->group)
+            f->copies[kept++] = c;
+        else if (c.take)
+            memcpy(c.to, c.from, 16);
+        else
+            memset(c.to, 0, 16);
+    }
+    f->n_copies = kept;
+}
+
+/* ---------------------------------------------------------------- formats */
+
+float nbi_emu_from_f16(uint16_t x)
+{
+    const uint32_t sign = (uint32_t)(x & 0x8000u) << 16, e = x >> 10 & 31u, m = x & 1023u;
+    float v;
+    if (e == 31) {
+        const uint32_t bits = sign | 0x7f800000u | m << 13;
+        memcpy(&v, &bits, sizeof v);
+        return v;
+    }
+    v = e ? ldexpf((float)(1024 + m), (int)e - 25) : ldexpf((float)m, -24);
+    return sign ? -v : v;
+}
+
+uint16_t nbi_emu_to_f16(float x)
+{
+    const uint16_t sign = signbit(x) ? 0x8000u : 0;
+    const float a = fabsf(x);
+    if (a != a) return 0x7fffu;
+    if (a >= 65520.0f) return sign | 0x7c00u;
+    int e;
+    frexpf(a, &e);
+    if (e < -13) e = -13; /* subnormal: units of 2^-24 */
+    const float q = nearbyintf(ldexpf(a, 11 - e));
+    const float v = ldexpf(q, e - 11);
+    if (v == 0) return sign;
+    if (v < 6.103515625e-05f) return sign | (uint16_t)ldexpf(v, 24);
+    frexpf(v, &e);
+    return sign | (uint16_t)((e + 14) << 10 | ((unsigned)ldexpf(v, 11 - e) & 1023u));
+}
+
+/* ---------------------------------------------------------------- matrix units */
+
+static void load_matrices(uint32_t r[4], const void *shared, bool trans)
+{
+    const unsigned lane = nbi_emu_self->lane;
+    for (unsigned m = 0; m < 4; m++) {
+        const unsigned char *slot = nbi_emu_exchange(&shared, sizeof shared);
+        uint16_t pair[2];
+        for (unsigned h = 0; h < 2; h++) {
+            const unsigned row = trans ? lane % 4 * 2 + h : lane / 4;
+            const unsigned col = trans ? lane / 4 : lane % 4 * 2 + h;
+            const uint16_t *from;
+            memcpy(&from, slot + (m * 8 + row) * NBI_EMU_SLOT, sizeof from);
+            pair[h] = from[col];
+        }
+        nbi_emu_sync_warp();
+        memcpy(&r[m], pair, sizeof pair);
+    }
+}
+
+void nbi_emu_ldmatrix(uint32_t r[4], const void *shared)
+{
+    load_matrices(r, shared, false);
+}
+
+void nbi_emu_ldmatrix_trans(uint32_t r[4], const void *shared)
+{
+    load_matrices(r, shared, true);
+}
+
+static double value(uint32_t pair, unsigned h, bool bf16)
+{
+    const uint16_t x = (uint16_t)(pair >> 16 * h);
+    if (!bf16) return (double)nbi_emu_from_f16(x);
+    const uint32_t bits = (uint32_t)x << 16;
+    float v;
+    memcpy(&v, &bits, sizeof v);
+    return (double)v;
+}
+
+/* One rounding per element: the real unit aligns and cuts, which is within a few units of that. */
+void nbi_emu_mma(float d[4], const uint32_t a[4], const uint32_t b[2], bool bf16)
+{
+    const unsigned lane = nbi_emu_self->lane, g = lane / 4, t = lane % 4;
+    uint32_t as[32][4], bs[32][2];
+    const unsigned char *slot = nbi_emu_exchange(a, 16);
+    for (unsigned i = 0; i < 32; i++) memcpy(as[i], slot + i * NBI_EMU_SLOT, 16);
+    nbi_emu_sync_warp();
+    slot = nbi_emu_exchange(b, 8);
+    for (unsigned i = 0; i < 32; i++) memcpy(bs[i], slot + i * NBI_EMU_SLOT, 8);
+    nbi_emu_sync_warp();
+    for (unsigned i = 0; i < 4; i++) {
+        const unsigned high = i / 2, col = 2 * t + i % 2; /* row g + 8 high */
+        double sum = (double)d[i];
+        for (unsigned k = 0; k < 16; k++) {
+            const unsigned q = k % 8 / 2, h = k % 2, upper = k / 8;
+            sum += value(as[g * 4 + q][high + 2 * upper], h, bf16) *
+                   value(bs[col * 4 + q][upper], h, bf16);
+        }
+        d[i] = (float)sum;
+    }
+}

@@ -1,0 +1,175 @@
+/* The host's side of the device (runtime.h) over the CUDA runtime. Callers: the CUDA backend and
+ * its MoE runners. */
+#include "backend/cuda/runtime.h"
+
+#include <stdio.h>
+#include <string.h>
+
+struct nbi_rt_graph {
+    cudaGraph_t graph;
+    cudaGraphExec_t exec;
+};
+
+/* Any kernel of this build: tells whether the build has code for the device. */
+static __global__ void probe_kernel()
+{
+}
+
+void nbi_rt_fail(nbi_rt *rt, const char *what, int code)
+{
+    if (rt->error[0]) return;
+    snprintf(rt->error, sizeof rt->error, "CUDA: %s: %s", what,
+             cudaGetErrorString((cudaError_t)code));
+}
+
+static bool ok(nbi_rt *rt, const char *what, cudaError_t e)
+{
+    if (e == cudaSuccess) return true;
+    nbi_rt_fail(rt, what, (int)e);
+    return false;
+}
+
+static bool read_device(nbi_rt *rt)
+{
+    cudaDeviceProp p;
+    if (!ok(rt, "properties of device 0", cudaGetDeviceProperties(&p, 0))) return false;
+    rt->sm = p.major * 10 + p.minor;
+    rt->n_sms = p.multiProcessorCount;
+    rt->l2_bytes = (size_t)p.l2CacheSize;
+    rt->shared_max = p.sharedMemPerBlockOptin;
+    snprintf(rt->name, sizeof rt->name, "%.60s", p.name);
+    cudaFuncAttributes a;
+    if (cudaFuncGetAttributes(&a, (const void *)probe_kernel) == cudaSuccess) return true;
+    cudaGetLastError();
+    snprintf(rt->error, sizeof rt->error,
+             "%.60s has compute capability %d.%d, and this build has no code for it", p.name,
+             p.major, p.minor);
+    return false;
+}
+
+bool nbi_rt_open(nbi_rt *rt)
+{
+    *rt = {};
+    int n = 0;
+    const cudaError_t e = cudaGetDeviceCount(&n);
+    if (e != cudaSuccess || n == 0) {
+        snprintf(rt->error, sizeof rt->error, "no usable NVIDIA GPU: %s",
+                 e == cudaSuccess ? "the driver shows none" : cudaGetErrorString(e));
+        cudaGetLastError();
+        return false;
+    }
+    if (!ok(rt, "device 0", cudaSetDevice(0)) || !read_device(rt)) return false;
+    return ok(rt, "stream", cudaStreamCreateWithFlags(&rt->stream, cudaStreamNonBlocking));
+}
+
+void nbi_rt_close(nbi_rt *rt)
+{
+    if (rt->stream) cudaStreamDestroy(rt->stream);
+    rt->stream = NULL;
+}
+
+void *nbi_rt_alloc(nbi_rt *rt, size_t bytes)
+{
+    void *p = NULL;
+    if (cudaMalloc(&p, bytes ? bytes : 1) != cudaSuccess) {
+        cudaGetLastError();
+        return NULL;
+    }
+    if (cudaMemsetAsync(p, 0, bytes, rt->stream) == cudaSuccess) return p;
+    cudaGetLastError();
+    cudaFree(p);
+    return NULL;
+}
+
+void nbi_rt_free(nbi_rt *rt, void *p)
+{
+    if (!p) return;
+    cudaStreamSynchronize(rt->stream);
+    cudaFree(p);
+}
+
+void *nbi_rt_alloc_host(nbi_rt *rt, size_t bytes)
+{
+    (void)rt;
+    void *p = NULL;
+    if (cudaMallocHost(&p, bytes ? bytes : 1) != cudaSuccess) {
+        cudaGetLastError();
+        return NULL;
+    }
+    memset(p, 0, bytes);
+    return p;
+}
+
+void nbi_rt_free_host(nbi_rt *rt, void *p)
+{
+    if (!p) return;
+    cudaStreamSynchronize(rt->stream);
+    cudaFreeHost(p);
+}
+
+bool nbi_rt_memory(nbi_rt *rt, size_t *free_bytes, size_t *total_bytes)
+{
+    return ok(rt, "free memory", cudaMemGetInfo(free_bytes, total_bytes));
+}
+
+void nbi_rt_upload(nbi_rt *rt, void *dst, const void *src, size_t bytes)
+{
+    if (rt->error[0] || !bytes) return;
+    ok(rt, "copy to the device",
+       cudaMemcpyAsync(dst, src, bytes, cudaMemcpyHostToDevice, rt->stream));
+}
+
+void nbi_rt_download(nbi_rt *rt, void *dst, const void *src, size_t bytes)
+{
+    if (rt->error[0] || !bytes) return;
+    ok(rt, "copy from the device",
+       cudaMemcpyAsync(dst, src, bytes, cudaMemcpyDeviceToHost, rt->stream));
+}
+
+void nbi_rt_zero(nbi_rt *rt, void *dst, size_t bytes)
+{
+    if (rt->error[0] || !bytes) return;
+    ok(rt, "clearing memory", cudaMemsetAsync(dst, 0, bytes, rt->stream));
+}
+
+bool nbi_rt_sync(nbi_rt *rt)
+{
+    const cudaError_t e = cudaStreamSynchronize(rt->stream);
+    if (e != cudaSuccess) nbi_rt_fail(rt, "a kernel", (int)e);
+    return !rt->error[0];
+}
+
+void nbi_rt_record(nbi_rt *rt)
+{
+    rt->recording = true;
+    ok(rt, "recording", cudaStreamBeginCapture(rt->stream, cudaStreamCaptureModeThreadLocal));
+}
+
+nbi_rt_graph *nbi_rt_record_end(nbi_rt *rt)
+{
+    rt->recording = false;
+    cudaGraph_t graph = NULL;
+    cudaGraphExec_t exec = NULL;
+    const cudaError_t e = cudaStreamEndCapture(rt->stream, &graph);
+    if (!ok(rt, "end of a recording", e) || rt->error[0]) return NULL;
+    if (!ok(rt, "making a graph", cudaGraphInstantiate(&exec, graph, 0))) {
+        cudaGraphDestroy(graph);
+        return NULL;
+    }
+    return new nbi_rt_graph{graph, exec};
+}
+
+void nbi_rt_replay(nbi_rt *rt, nbi_rt_graph *g)
+{
+    if (!rt->error[0]) ok(rt, "start of a graph", cudaGraphLaunch(g->exec, rt->stream));
+}
+
+void nbi_rt_graph_free(nbi_rt *rt, nbi_rt_graph **g)
+{
+    if (!*g) return;
+    cudaStreamSynchronize(rt->stream);
+    cudaGraphExecDestroy((*g)->exec);
+    cudaGraphDestroy((*g)->graph);
+    delete *g;
+    *g = NULL;
+}

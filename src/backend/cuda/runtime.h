@@ -1,0 +1,108 @@
+/* The device from the host's side: memory, one stream, launches, recorded steps. The same
+ * interface over the CUDA runtime (runtime.cu) and over the emulation (runtime_emulated.cpp).
+ *
+ * Errors stick: the first failed call leaves a sentence in `error`, what comes after does nothing,
+ * nbi_rt_sync() reports it. One thread at a time. */
+#pragma once
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "backend/cuda/device.h"
+
+#if NBI_EMULATED
+#include <vector>
+#else
+#include <cuda_runtime.h>
+#endif
+
+#define NBI_RT_ERROR_MAX 256
+
+struct nbi_rt {
+    int sm;    /* compute capability: 90 for 9.0 */
+    int n_sms; /* multiprocessors */
+    size_t l2_bytes;
+    size_t shared_max; /* dynamic shared memory a block can have */
+    char name[64];
+    char error[NBI_RT_ERROR_MAX]; /* "" while all is well */
+    bool recording;
+    bool dependent; /* launches overlap the end of the one before (PDL); kernels keep the rule of
+                       nbi_wait_before() */
+#if NBI_EMULATED
+    std::vector<std::function<void()>> *record;
+#else
+    cudaStream_t stream;
+#endif
+};
+
+/* A recorded sequence of launches and copies. */
+struct nbi_rt_graph;
+
+/* Opens device 0 of CUDA_VISIBLE_DEVICES. False with a sentence in `error` when there is none that
+ * this build's kernels run on. */
+bool nbi_rt_open(nbi_rt *rt);
+void nbi_rt_close(nbi_rt *rt);
+
+void *nbi_rt_alloc(nbi_rt *rt, size_t bytes); /* device memory, zeroed; NULL */
+void nbi_rt_free(nbi_rt *rt, void *p);
+void *nbi_rt_alloc_host(nbi_rt *rt, size_t bytes); /* pinned, zeroed; NULL */
+void nbi_rt_free_host(nbi_rt *rt, void *p);
+bool nbi_rt_memory(nbi_rt *rt, size_t *free_bytes, size_t *total_bytes);
+
+/* In the order of the stream. Host memory must be pinned and stay as it is until nbi_rt_sync(). */
+void nbi_rt_upload(nbi_rt *rt, void *dst, const void *src, size_t bytes);
+void nbi_rt_download(nbi_rt *rt, void *dst, const void *src, size_t bytes);
+void nbi_rt_zero(nbi_rt *rt, void *dst, size_t bytes);
+
+/* Waits for all of it. False with a sentence in `error` when anything failed. */
+bool nbi_rt_sync(nbi_rt *rt);
+
+/* Between begin and end, launches and copies are recorded instead of done. NULL when it failed. */
+void nbi_rt_record(nbi_rt *rt);
+nbi_rt_graph *nbi_rt_record_end(nbi_rt *rt);
+void nbi_rt_replay(nbi_rt *rt, nbi_rt_graph *g);
+void nbi_rt_graph_free(nbi_rt *rt, nbi_rt_graph **g);
+
+/* Notes a failed call of the runtime. */
+void nbi_rt_fail(nbi_rt *rt, const char *what, int code);
+
+/* ---------------------------------------------------------------- launches */
+
+template <class T> struct nbi_same {
+    using type = T;
+};
+
+/* kernel<<<grid, block, shared>>>(args...) in the stream. Arguments are taken by value. */
+template <class... P>
+inline void nbi_launch(nbi_rt *rt, dim3 grid, dim3 block, size_t shared, void (*kernel)(P...),
+                       typename nbi_same<P>::type... args)
+{
+    if (rt->error[0]) return;
+#if NBI_EMULATED
+    const auto body = [=] { kernel(args...); };
+    const auto all = [=] { nbi_emu_run(grid, block, shared, body); };
+    if (rt->recording)
+        rt->record->push_back(all);
+    else
+        all();
+#else
+    if (shared > 48u << 10) {
+        const cudaError_t e = cudaFuncSetAttribute(
+            (const void *)kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared);
+        if (e != cudaSuccess) return nbi_rt_fail(rt, "shared memory of a kernel", (int)e);
+    }
+    cudaLaunchAttribute overlap = {};
+    overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    overlap.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = grid;
+    config.blockDim = block;
+    config.dynamicSmemBytes = shared;
+    config.stream = rt->stream;
+    config.attrs = &overlap;
+    config.numAttrs = rt->dependent ? 1 : 0;
+    const cudaError_t e = cudaLaunchKernelEx(&config, kernel, args...);
+    if (e != cudaSuccess) nbi_rt_fail(rt, "launch of a kernel", (int)e);
+#endif
+}

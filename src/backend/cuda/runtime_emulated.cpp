@@ -1,0 +1,121 @@
+/* The host's side of the device (runtime.h) over plain memory. Callers: as runtime.cu. */
+#include "backend/cuda/runtime.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+struct nbi_rt_graph {
+    std::vector<std::function<void()>> steps;
+};
+
+bool nbi_rt_open(nbi_rt *rt)
+{
+    *rt = {};
+    rt->sm = 90;
+    rt->n_sms = 4; /* few: kernels that loop over their work are seen to loop */
+    rt->l2_bytes = 1u << 20;
+    rt->shared_max = 227u << 10;
+    snprintf(rt->name, sizeof rt->name, "emulated on the CPU");
+    return true;
+}
+
+void nbi_rt_close(nbi_rt *rt)
+{
+    delete rt->record;
+    rt->record = NULL;
+}
+
+void *nbi_rt_alloc(nbi_rt *rt, size_t bytes)
+{
+    (void)rt;
+    void *p = NULL;
+    if (posix_memalign(&p, 256, bytes ? bytes : 1)) return NULL;
+    memset(p, 0, bytes);
+    return p;
+}
+
+void nbi_rt_free(nbi_rt *rt, void *p)
+{
+    (void)rt;
+    free(p);
+}
+
+void *nbi_rt_alloc_host(nbi_rt *rt, size_t bytes)
+{
+    return nbi_rt_alloc(rt, bytes);
+}
+
+void nbi_rt_free_host(nbi_rt *rt, void *p)
+{
+    nbi_rt_free(rt, p);
+}
+
+bool nbi_rt_memory(nbi_rt *rt, size_t *free_bytes, size_t *total_bytes)
+{
+    (void)rt;
+    *free_bytes = *total_bytes = (size_t)8 << 30;
+    return true;
+}
+
+static void now_or_later(nbi_rt *rt, const std::function<void()> &step)
+{
+    if (rt->error[0]) return;
+    if (rt->recording)
+        rt->record->push_back(step);
+    else
+        step();
+}
+
+void nbi_rt_upload(nbi_rt *rt, void *dst, const void *src, size_t bytes)
+{
+    now_or_later(rt, [=] { memcpy(dst, src, bytes); });
+}
+
+void nbi_rt_download(nbi_rt *rt, void *dst, const void *src, size_t bytes)
+{
+    now_or_later(rt, [=] { memcpy(dst, src, bytes); });
+}
+
+void nbi_rt_zero(nbi_rt *rt, void *dst, size_t bytes)
+{
+    now_or_later(rt, [=] { memset(dst, 0, bytes); });
+}
+
+bool nbi_rt_sync(nbi_rt *rt)
+{
+    return !rt->error[0];
+}
+
+void nbi_rt_record(nbi_rt *rt)
+{
+    if (!rt->record) rt->record = new std::vector<std::function<void()>>;
+    rt->record->clear();
+    rt->recording = true;
+}
+
+nbi_rt_graph *nbi_rt_record_end(nbi_rt *rt)
+{
+    rt->recording = false;
+    nbi_rt_graph *g = new nbi_rt_graph;
+    g->steps.swap(*rt->record);
+    return g;
+}
+
+void nbi_rt_replay(nbi_rt *rt, nbi_rt_graph *g)
+{
+    for (const std::function<void()> &step : g->steps)
+        if (!rt->error[0]) step();
+}
+
+void nbi_rt_graph_free(nbi_rt *rt, nbi_rt_graph **g)
+{
+    (void)rt;
+    delete *g;
+    *g = NULL;
+}
+
+void nbi_rt_fail(nbi_rt *rt, const char *what, int code)
+{
+    if (!rt->error[0]) snprintf(rt->error, sizeof rt->error, "%s: error %d", what, code);
+}
