@@ -366,8 +366,6 @@ typedef struct nb_event {
     bool is_prompt;
     bool has_logprob; /* false for the first prompt token */
     float logprob;
-    uint32_t n_top;
-    nb_logprob top[NB_TOP_LOGPROBS_MAX];
     const char *text; /* bytes that became certain with this token: whole UTF-8 characters, stop
                          strings held back; may be empty; valid until the next nb_request_read() */
     size_t n_text;
@@ -375,6 +373,8 @@ typedef struct nb_event {
         finish; /* on the last event; an event may carry finish without a token: then id is -1 */
     int32_t matched_id;     /* EOS or stop id that ended it, else -1 */
     int32_t matched_string; /* index into stop_strings, else -1 */
+    uint32_t n_top;
+    nb_logprob top[NB_TOP_LOGPROBS_MAX]; /* [n_top]; what lies behind is not written */
 } nb_event;
 
 /* Takes the next event. NB_AGAIN when none is there within timeout_ms (0: do not wait, negative:

@@ -8,10 +8,15 @@
 
 #define CAP_MIN 64u
 
-nb_status nbi_buf_reserve(nbi_buf *buf, size_t extra)
+static size_t most(const nbi_buf *buf)
 {
     size_t max = buf->max ? buf->max : NBI_BUF_MAX_DEFAULT;
-    if (max == SIZE_MAX) max--; /* room for the NUL */
+    return max == SIZE_MAX ? max - 1 : max; /* room for the NUL */
+}
+
+nb_status nbi_buf_reserve(nbi_buf *buf, size_t extra)
+{
+    size_t max = most(buf);
     if (buf->len > max || extra > max - buf->len) return NB_TOO_LARGE;
     size_t need = buf->len + extra + 1;
     if (need <= buf->cap) return NB_OK;
@@ -38,9 +43,16 @@ nb_status nbi_buf_add(nbi_buf *buf, const void *data, size_t n)
 nb_status nbi_buf_addf(nbi_buf *buf, const char *fmt, ...)
 {
     va_list args;
+    size_t cap = buf->cap > most(buf) ? most(buf) + 1 : buf->cap;
+    size_t room = buf->data && cap > buf->len ? cap - buf->len : 0;
     va_start(args, fmt);
-    int n = vsnprintf(NULL, 0, fmt, args);
+    int n = vsnprintf(buf->data ? buf->data + buf->len : NULL, room, fmt, args);
     va_end(args);
+    if (n >= 0 && (size_t)n < room) {
+        buf->len += (size_t)n;
+        return NB_OK;
+    }
+    if (room) buf->data[buf->len] = '\0';
     if (n < 0) return NB_INVALID;
     NB_TRY(nbi_buf_reserve(buf, (size_t)n));
     va_start(args, fmt);

@@ -261,6 +261,8 @@ bool nbi_request_has_room(nb_request *r, uint32_t rows);
 bool nbi_request_is_half_free(const nb_request *r);
 /* A prompt token with (or, for the first, without) its log-probability. */
 void nbi_request_put_prompt(nb_request *r, uint32_t index, const nbi_sample_out *out);
+/* Copies an event without the places of `top` that are not in use. */
+void nbi_event_copy(nb_event *to, const nb_event *from);
 /* Appends the token to the sequence and writes its event. True when the request ended with it. */
 bool nbi_request_put_token(nb_engine *e, nb_request *r, const nbi_sample_out *out);
 /* Ends a request without a token; `why` is the sentence for NB_FINISH_ERROR. */

@@ -1,5 +1,6 @@
 /* From sampled tokens to events: end conditions, text, the event ring. The step writes, one reader
  * takes. */
+#include <stddef.h>
 #include <stdio.h>
 #include <string.h>
 
@@ -46,13 +47,18 @@ bool nbi_request_is_half_free(const nb_request *r)
     return r->count <= NBI_EVENTS_MAX / 2 && text_span(r) <= r->text_cap / 2;
 }
 
+void nbi_event_copy(nb_event *to, const nb_event *from)
+{
+    memcpy(to, from, offsetof(nb_event, top) + from->n_top * sizeof *from->top);
+}
+
 /* Appends an event whose text (n_text bytes) was written at `place`, and tells the reader. Called
  * with the lock held. */
 static void push_event(nb_request *r, const nb_event *event, uint32_t place)
 {
     NB_ASSERT(r->count < NBI_EVENTS_MAX && !r->ended);
     nbi_event_slot *slot = &r->ring[(r->head + r->count) % NBI_EVENTS_MAX];
-    slot->event = *event;
+    nbi_event_copy(&slot->event, event);
     slot->event.text = r->text_ring + place;
     r->text_end = place + (uint32_t)event->n_text;
     slot->text_end = r->text_end;

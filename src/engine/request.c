@@ -273,10 +273,10 @@ nb_status nb_request_submit(nb_request **out, nb_engine *e, const nb_request_opt
 /* Waits until an event is there. False on timeout. Called with the lock held. */
 static bool wait_readable(nb_request *r, int timeout_ms)
 {
+    if (r->count || !timeout_ms) return r->count > 0;
     uint64_t wait_ms = timeout_ms > 0 ? (uint64_t)timeout_ms : 0;
     struct timespec until = nbi_timespec(nbi_now_ns() + wait_ms * 1000000u);
     while (!r->count) {
-        if (timeout_ms == 0) return false;
         if (timeout_ms < 0) {
             pthread_cond_wait(&r->readable, &r->lock);
         } else if (pthread_cond_timedwait(&r->readable, &r->lock, &until) == ETIMEDOUT) {
@@ -309,7 +309,7 @@ nb_status nb_request_read(nb_request *r, nb_event *event, int timeout_ms, nb_err
     } else if (!wait_readable(r, timeout_ms)) {
         st = NB_AGAIN;
     } else {
-        *event = r->ring[r->head].event;
+        nbi_event_copy(event, &r->ring[r->head].event);
         r->reading = true;
     }
     pthread_mutex_unlock(&r->lock);

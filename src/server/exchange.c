@@ -41,12 +41,20 @@ static void leave(nbi_server *server, nbi_exchange *ex)
     pthread_mutex_unlock(&server->lock);
 }
 
+static int socket_of(struct MHD_Connection *conn)
+{
+    const union MHD_ConnectionInfo *info =
+        MHD_get_connection_info(conn, MHD_CONNECTION_INFO_CONNECTION_FD);
+    return info ? info->connect_fd : -1;
+}
+
 nbi_exchange *nbi_exchange_create(nbi_server *server, struct MHD_Connection *conn)
 {
     nbi_exchange *ex = nbi_calloc(1, sizeof *ex);
     if (!ex) return NULL;
     ex->server = server;
     ex->conn = conn;
+    ex->socket = socket_of(conn);
     ex->begin_ns = nbi_now_ns();
     ex->body.max = server->options.max_body_bytes;
     atomic_init(&ex->gone, false);
@@ -105,13 +113,6 @@ uint32_t nbi_exchanges_abort(nbi_server *server, const char *id)
     return n;
 }
 
-int nbi_exchange_socket(const nbi_exchange *ex)
-{
-    const union MHD_ConnectionInfo *info =
-        MHD_get_connection_info(ex->conn, MHD_CONNECTION_INFO_CONNECTION_FD);
-    return info ? info->connect_fd : -1;
-}
-
 /* ---------------------------------------------------------------- waiting */
 
 /* The sender is not woken yet: the engine does that once, when a step has told every request. */
@@ -168,8 +169,9 @@ static bool suspend(nbi_exchange *ex)
 static void look_at_clock(nbi_exchange *ex)
 {
     const nbi_surface *surface = ex->job->surface;
+    if (!surface->tick || nbi_job_finished(ex->job)) return;
     uint64_t now = nbi_now_ns(), due = atomic_load(&ex->look_ns);
-    if (!surface->tick || now < due || nbi_job_finished(ex->job)) return;
+    if (now < due) return;
     if (due) surface->tick(ex->job);
     atomic_store(&ex->look_ns, now + LOOK_NS);
 }

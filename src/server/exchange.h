@@ -27,6 +27,7 @@ typedef struct nbi_route nbi_route;
 struct nbi_exchange {
     nbi_server *server;
     struct MHD_Connection *conn;
+    int socket; /* of conn; -1: none */
     const nbi_route *route;
     const char *rest;          /* the URL behind the route's path; valid while the headers are */
     nbi_exchange *prev, *next; /* the server's list, under its lock */
@@ -80,8 +81,6 @@ void nbi_exchange_wake(nbi_exchange *ex);
 
 /* Moves the job on as far as it goes; a stream's bytes go to ex->out. For who owns the exchange. */
 void nbi_exchange_work(nbi_exchange *ex);
-
-int nbi_exchange_socket(const nbi_exchange *ex); /* -1: none */
 
 /* The body is there: begin the job and reply, or wait. */
 enum MHD_Result nbi_exchange_begin(nbi_exchange *ex, const nbi_surface *surface);

@@ -2,7 +2,6 @@
 #include "server/sender.h"
 
 #include <errno.h>
-#include <stdio.h>
 #include <string.h>
 #include <sys/socket.h>
 
@@ -108,11 +107,11 @@ static bool begin_chunk(nbi_exchange *ex)
 /* Puts size and line ends around what begin_chunk() left room for. */
 static bool end_chunk(nbi_exchange *ex)
 {
-    char size[FRAME_ROOM + 1];
-    int n = snprintf(size, sizeof size, "%zx\r\n", ex->out.len - FRAME_ROOM);
+    size_t size = ex->out.len - FRAME_ROOM, at = FRAME_ROOM - 2;
     if (nbi_buf_add(&ex->out, "\r\n", 2) != NB_OK) return false;
-    ex->out_done = FRAME_ROOM - (size_t)n;
-    memcpy(ex->out.data + ex->out_done, size, (size_t)n);
+    memcpy(ex->out.data + at, "\r\n", 2);
+    for (; size; size >>= 4) ex->out.data[--at] = "0123456789abcdef"[size & 15];
+    ex->out_done = at;
     return true;
 }
 
@@ -120,9 +119,8 @@ typedef enum send_result { SENT, BLOCKED, BROKEN } send_result;
 
 static send_result send_chunk(nbi_exchange *ex)
 {
-    int fd = nbi_exchange_socket(ex);
     while (ex->out_done < ex->out.len) {
-        ssize_t n = send(fd, ex->out.data + ex->out_done, ex->out.len - ex->out_done,
+        ssize_t n = send(ex->socket, ex->out.data + ex->out_done, ex->out.len - ex->out_done,
                          MSG_DONTWAIT | MSG_NOSIGNAL);
         if (n >= 0) {
             ex->out_done += (size_t)n;

@@ -13,7 +13,7 @@
 void nbi_watch_add(nbi_exchange *ex)
 {
     struct epoll_event event = {.events = EPOLLRDHUP | EPOLLONESHOT, .data.u64 = ex->serial};
-    int fd = nbi_exchange_socket(ex);
+    int fd = ex->socket;
     if (ex->watched || fd < 0) return;
     /* When it fails the client's leaving is noticed later, at the next write. */
     ex->watched = epoll_ctl(ex->server->watch_fd, EPOLL_CTL_ADD, fd, &event) == 0;
@@ -21,7 +21,7 @@ void nbi_watch_add(nbi_exchange *ex)
 
 void nbi_watch_remove(nbi_exchange *ex)
 {
-    int fd = nbi_exchange_socket(ex);
+    int fd = ex->socket;
     if (ex->watched && fd >= 0) epoll_ctl(ex->server->watch_fd, EPOLL_CTL_DEL, fd, NULL);
     ex->watched = false;
 }
@@ -30,8 +30,7 @@ void nbi_watch_writable(nbi_exchange *ex, bool wanted)
 {
     uint32_t events = EPOLLRDHUP | EPOLLONESHOT | (wanted ? EPOLLOUT : 0u);
     struct epoll_event event = {.events = events, .data.u64 = ex->serial};
-    if (ex->watched)
-        epoll_ctl(ex->server->watch_fd, EPOLL_CTL_MOD, nbi_exchange_socket(ex), &event);
+    if (ex->watched) epoll_ctl(ex->server->watch_fd, EPOLL_CTL_MOD, ex->socket, &event);
 }
 
 /* The serial may be of an exchange that has ended meanwhile. */
