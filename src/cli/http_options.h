@@ -49,6 +49,8 @@ typedef struct nbi_http_options {
     {"request-timeout", NBI_OPT_U32, &(o)->server->request_timeout_s, "SECONDS",                   \
      "for a request from its arrival to its last token, the queue included; then\n"                \
      "504 and its memory is free (default 0: none)", false},                                       \
+    {"stream-interval", NBI_OPT_U32, &(o)->server->stream_interval, "N",                           \
+     "tokens per event of a stream, the first one apart; at most 64 (default 1)", false},          \
     {"idle-timeout", NBI_OPT_U32, &(o)->server->idle_timeout_s, "SECONDS",                         \
      "without a byte, between requests, and for a client to take what is\n"                        \
      "ready for it (default 75)", false},                                                          \

@@ -28,6 +28,14 @@ static uint32_t text_span(const nb_request *r)
                                         : r->text_cap - (r->text_begin - r->text_end);
 }
 
+/* Says that there is something to read. Called with the lock held. */
+static void notify(nb_request *r)
+{
+    if (!r->notify || r->closed) return;
+    r->notify(r->notify_user);
+    r->engine->notified = true;
+}
+
 bool nbi_request_has_room(nb_request *r, uint32_t rows)
 {
     bool decoding = r->n_tokens - r->n_cached == 1;
@@ -36,7 +44,8 @@ bool nbi_request_has_room(nb_request *r, uint32_t rows)
     pthread_mutex_lock(&r->lock);
     bool room = r->count + answers + prompts + 1 <= NBI_EVENTS_MAX; /* 1: the event that ends it */
     room = room && r->text_cap - text_span(r) >=
-                       (answers + 1) * r->text_worst; /* 1: a wrap may waste as much */
+                       (answers + 1) * r->text_worst;   /* 1: a wrap may waste as much */
+    if (!room && !r->wants_room && r->count) notify(r); /* it may wait for more events */
     r->wants_room = !room;
     pthread_mutex_unlock(&r->lock);
     return room;
@@ -68,9 +77,7 @@ static void push_event(nb_request *r, const nb_event *event, uint32_t place)
     pthread_cond_signal(&r->readable);
     bool first = r->n_tokens == r->n_prompt + 1; /* somebody may measure the time to it */
     bool enough = first || r->ended || r->count >= r->notify_events;
-    if (!r->notify || r->closed || !enough) return;
-    r->notify(r->notify_user);
-    r->engine->notified = true;
+    if (enough) notify(r);
 }
 
 static float finite_logprob(float x)

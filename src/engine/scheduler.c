@@ -407,5 +407,6 @@ nb_status nbi_engine_step_once(nb_engine *e, bool *worked, nb_error *err)
     nbi_heap_allow();
     *worked = e->batch.view.n_rows > 0;
     publish(e);
+    nbi_engine_after_step(e); /* readers that are behind were told so */
     return st;
 }

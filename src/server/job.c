@@ -132,6 +132,13 @@ static void set_logprobs(const nbi_job *job, nb_sampling *s)
     s->prompt_logprobs = p->n_prompt_logprobs >= 0 || (job->echo && p->n_logprobs >= 0);
 }
 
+/* Events the engine gathers before it says so; the first and the last come at once. */
+static uint32_t notify_events(const nbi_job *job)
+{
+    if (!job->params.stream) return READ_EVENTS;
+    return job->params.stream_interval ? job->params.stream_interval : job->served->stream_interval;
+}
+
 /* Answer i of a prompt has the seed plus i, so that they differ and can be had again. */
 static nb_status submit(nbi_job *job, nbi_choice *choice, nbi_api_error *e)
 {
@@ -142,7 +149,7 @@ static nb_status submit(nbi_job *job, nbi_choice *choice, nbi_api_error *e)
                                   .priority = job->params.priority,
                                   .client = job->hooks.client,
                                   .timeout_ms = job->served->request_timeout_ms,
-                                  .notify_events = job->params.stream ? 0 : READ_EVENTS,
+                                  .notify_events = notify_events(job),
                                   .notify = on_notify,
                                   .notify_user = choice,
                                   .arrival_ns = job->begin_ns,

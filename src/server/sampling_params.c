@@ -262,6 +262,14 @@ static nb_status read_text_options(nbi_params *p, const json_t *body, nbi_api_er
     return nbi_field_bool(&s->skip_special, body, "", "skip_special_tokens", e);
 }
 
+static nb_status read_interval(nbi_params *p, const json_t *body, nbi_api_error *e)
+{
+    int64_t interval = 0;
+    NB_TRY(nbi_field_int(&interval, body, "", "stream_interval", 1, UINT32_MAX, e));
+    p->stream_interval = (uint32_t)interval;
+    return NB_OK;
+}
+
 static nb_status read_stream(nbi_params *p, const json_t *body, nbi_api_error *e)
 {
     json_t *options = NULL;
@@ -327,6 +335,7 @@ static nb_status read_common(nbi_params *out, const json_t *body, const nbi_api_
     NB_TRY(read_n(out, body, e));
     NB_TRY(read_stop_strings(out, body, e));
     NB_TRY(read_stop_ids(out, body, facts, e));
+    NB_TRY(read_interval(out, body, e));
     return read_text_options(out, body, e);
 }
 

@@ -33,6 +33,7 @@ typedef struct nbi_params {
     uint32_t max_tokens;          /* when has_max_tokens; may be 0 where the surface allows it */
     const char *max_tokens_field; /* the name the client used; static */
     bool stream, include_usage, continuous_usage;
+    uint32_t stream_interval; /* tokens per event of a stream; 0: the server's */
     /* Log-probabilities of the answer and of the prompt: -1 none, 0 of the token, k and the k best.
      * sampling.n_logprobs is filled from them when the request is submitted. */
     int32_t n_logprobs, n_prompt_logprobs;
@@ -51,7 +52,8 @@ typedef struct nbi_param_names {
 /* Reads and checks: model, max_tokens, max_completion_tokens, temperature, top_p, top_k, min_p,
  * frequency_penalty, presence_penalty, repetition_penalty, logit_bias, seed, n, best_of, stop,
  * stop_token_ids, include_stop_str_in_output, no_stop_trim, min_tokens, ignore_eos,
- * skip_special_tokens, stream, stream_options, prompt_logprobs, truncate_prompt_tokens, priority;
+ * skip_special_tokens, stream, stream_options, stream_interval, prompt_logprobs,
+ * truncate_prompt_tokens, priority;
  * checks the type of fields that have no effect (user, metadata, store, service_tier,
  * spaces_between_special_tokens, ...); refuses what would change the answer and is not
  * supported. `min_max_tokens` is the smallest max_tokens the surface takes. */

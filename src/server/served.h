@@ -60,6 +60,7 @@ typedef struct nbi_served {
     int64_t created;                /* seconds since 1970 when it became ready */
     uint64_t id_key;
     uint32_t request_timeout_ms; /* 0: none */
+    uint32_t stream_interval;    /* tokens per event of a stream; 0: 1 */
     bool keep_text;              /* jobs keep the text of their answers for the log */
     const char **names;
     char *architectures; /* of config.json, a JSON list; NULL: none */

@@ -26,6 +26,7 @@ typedef struct nbi_server_options {
     uint64_t max_buffered_bytes; /* bodies of all requests together; 0 (default): 8 bodies */
     uint32_t max_header_bytes;   /* request line and headers; default 32 KiB */
     uint32_t request_timeout_s;  /* from submit to the last token; 0 (default): none */
+    uint32_t stream_interval;    /* tokens per event of a stream; 0 (default): 1 */
     uint32_t header_timeout_s, body_timeout_s, idle_timeout_s; /* > 0; defaults 20, 120, 75 */
     uint32_t max_connections;             /* default 4096; less where the descriptors end */
     uint32_t max_connections_per_address; /* 0 (default): no limit */

@@ -34,7 +34,7 @@ COMMON = [
     ("stream_options", {"include_usage": True}), ("frequency_penalty", 2.5), ("presence_penalty", -2.1), ("repetition_penalty", 0),
     ("frequency_penalty", "x"), ("logit_bias", {"1": 101}), ("logit_bias", {"-1": 5}), ("logit_bias", {"x": 5}), ("logit_bias", {"1": "5"}), ("logit_bias", {"99999999": 1}), ("use_beam_search", True), ("guided_json", 3), ("structured_outputs", "regex"),
     ("prompt_logprobs", "1"), ("prompt_logprobs", -1), ("prompt_logprobs", 21), ("truncate_prompt_tokens", 0),
-    ("truncate_prompt_tokens", -2), ("truncate_prompt_tokens", 10**7), ("priority", "x"), ("rid", 3), ("rid", ""), ("rid", "x" * 257), ("request_id", []),
+    ("truncate_prompt_tokens", -2), ("truncate_prompt_tokens", 10**7), ("priority", "x"), ("stream_interval", 0), ("stream_interval", "4"), ("rid", 3), ("rid", ""), ("rid", "x" * 257), ("request_id", []),
     ("user", 3), ("metadata", "x"), ("store", "yes"), ("service_tier", 1), ("spaces_between_special_tokens", "x"),
     ("response_format", "json"), ("bad_words", ["x"]), ("regex", 3),
 ]

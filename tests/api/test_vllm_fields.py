@@ -1,6 +1,7 @@
 """Fields of OpenAI's APIs that vLLM and SGLang have added: prompt_logprobs, best_of, truncation, continued messages, names."""
 
 import pytest
+from api_server import stream
 from test_errors import error_of
 from test_native import PROMPT, completion
 
@@ -52,6 +53,29 @@ def test_best_of(server):
     assert [c["text"] for c in quiet["choices"]] == [c["text"] for c in best["choices"]] and quiet["choices"][0]["logprobs"] is None
     error_of(server.post("/v1/completions", {"prompt": "x", "n": 3, "best_of": 2}), param="best_of")
     error_of(server.post("/v1/completions", {"prompt": "x", "n": 1, "best_of": 2, "stream": True}), param="best_of")
+
+
+def tokens_per_event(server, path, body, **more):
+    events = stream(server, path, {**body, "stream": True, "max_tokens": 65, "ignore_eos": True, **more})
+    lists = [c["logprobs"] and (c["logprobs"].get("tokens") or c["logprobs"].get("content")) for e in events[:-1] for c in e["choices"]]
+    return [len(tokens) for tokens in lists if tokens]
+
+
+def test_stream_interval(server, serve):
+    """By the request or by the server; all tokens come, and the text is the same."""
+    completions = "/v1/completions", {"prompt": PROMPT, "logprobs": 0}
+    chats = "/v1/chat/completions", {"messages": ASK, "logprobs": True, "separate_reasoning": False}
+    coarse = serve("--stream-interval", "16")
+    for path, body in (completions, chats):
+        for at, more in ((server, {"stream_interval": 16}), (server, {"stream_interval": 10**6}), (coarse, {})):
+            counts = tokens_per_event(at, path, body, **more)
+            assert sum(counts) == 65 and len(counts) <= 6, counts
+        fine = tokens_per_event(coarse, path, body, stream_interval=1)
+        assert sum(fine) == 65 and len(fine) > 6, fine
+    texts = [[e["choices"][0]["text"] for e in stream(server, completions[0], {**completions[1], "seed": 1, "stream": True, **more})[:-1]]
+             for more in ({}, {"stream_interval": 7})]
+    assert "".join(texts[0]) == "".join(texts[1])
+    coarse.stop()
 
 
 def test_truncation(server, serve):
