@@ -96,7 +96,7 @@ typedef void (*nb_progress)(void *user, uint64_t done_bytes, uint64_t total_byte
 
 typedef struct nb_engine_options {
     const char *model_dir;   /* folder in Hugging Face layout; required */
-    const char *device;      /* "auto", "cpu" */
+    const char *device;      /* "auto" (a GPU where there is one), "cpu", "cuda" */
     const char *moe_runner;  /* "auto" or the name or alias of a runner */
     const char *cpu_level;   /* "auto", or a cap: "reference", "avx2", "avx512", "amx" */
     const char *activations; /* "weight-only" or "w4a4" (NVFP4 activations as the checkpoint's input
@@ -118,6 +118,7 @@ typedef struct nb_engine_options {
     const char
         *speculative_algorithm; /* "none" (default), "mtp": draft with the checkpoint's MTP layer */
     uint32_t speculative_num_steps; /* drafts per step at most, 1 to 8; 0: 3 */
+    bool disable_cuda_graph;        /* launch every operator of every step by itself */
     bool disable_prefix_cache;      /* do not keep pages for requests that begin alike */
     nb_progress progress;           /* optional */
     void *progress_user;

@@ -361,6 +361,9 @@ typedef struct nbi_backend_ops {
     void (*sample)(nbi_backend *b, const nbi_sample_args *a);
     /* Everything asked for is done and visible to the host. */
     nb_status (*sync)(nbi_backend *b, nb_error *err);
+    /* Bytes per second of plain reads over that memory of the device, several times the size of its
+     * caches. NULL: memory is the host's. */
+    double (*read_bandwidth)(nbi_backend *b, void *memory, size_t bytes);
 } nbi_backend_ops;
 
 /* First member of every backend. */

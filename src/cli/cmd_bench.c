@@ -52,8 +52,9 @@ static void print_text(const args *a, const nbi_bench_result *r)
     printf("time              %.3f ms per token (%.3f to %.3f), %.1f tokens/s\n", r->ms_per_token,
            r->ms_per_token_min, r->ms_per_token_max, r->tokens_per_s);
     printf("share of floor    %.1f %%\n", 100 * r->share_of_floor);
-    printf("multiply-adds     %.1f GMAC/s, %.1f per thread\n", r->gmac_per_s,
-           r->gmac_per_s / r->n_threads);
+    printf("multiply-adds     %.1f GMAC/s", r->gmac_per_s);
+    if (r->n_threads) printf(", %.1f per thread", r->gmac_per_s / r->n_threads);
+    printf("\n");
 }
 
 /* -1 to go on, else the exit status. */
@@ -91,6 +92,9 @@ int nbi_cmd_bench(int argc, char **argv)
     nbi_bench_options *b = &a.bench;
     const nbi_opt options[] = {
         {"model", NBI_OPT_STRING, &a.model, "DIR", "checkpoint in Hugging Face layout", true},
+        {"device", NBI_OPT_STRING, &b->device, "NAME", "cpu (default), cuda, auto", false},
+        {"disable-cuda-graph", NBI_OPT_FLAG, &b->backend.disable_graphs, NULL,
+         "launch every operator of every step by itself", false},
         {"batch", NBI_OPT_U32, &b->batch, "N", "sequences (default 1)", false},
         {"context", NBI_OPT_U32, &b->context, "N", "tokens already in the cache (default 0)",
          false},

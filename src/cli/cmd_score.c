@@ -31,7 +31,8 @@ typedef struct sequences {
 } sequences;
 
 typedef struct score {
-    const char *model_dir, *token_ids, *text, *logits, *cpu_level, *activations, *kv_dtype, *runner;
+    const char *device, *model_dir, *token_ids, *text, *logits, *cpu_level, *activations, *kv_dtype,
+        *runner;
     uint32_t chunk, threads;
     bool json;
 
@@ -151,7 +152,7 @@ static nb_status open_all(score *s, nb_error *err)
 {
     nbi_backend_options bo = {.n_threads = s->threads, .w4a4 = !strcmp(s->activations, "w4a4")};
     NB_TRY(nbi_cpu_level_parse(&bo.cpu_level, s->cpu_level, err));
-    NB_TRY(nbi_backend_open(&s->backend, "cpu", &bo, err));
+    NB_TRY(nbi_backend_open(&s->backend, s->device, &bo, err));
     nbi_model_options mo = {.dir = s->model_dir, .moe_runner = s->runner, .verify_scales = true};
     NB_TRY(nbi_model_open(&s->model, s->backend, &mo, err));
     NB_TRY(check_ids(s, err));
@@ -240,7 +241,8 @@ static int check_usage(const score *s)
 
 int nbi_cmd_score(int argc, char **argv)
 {
-    score s = {.cpu_level = "auto",
+    score s = {.device = "cpu",
+               .cpu_level = "auto",
                .activations = "weight-only",
                .kv_dtype = "auto",
                .runner = "auto",
@@ -254,6 +256,7 @@ int nbi_cmd_score(int argc, char **argv)
         {"logits", NBI_OPT_STRING, &s.logits, "OUT.npy", "write float32 [positions, vocabulary]",
          false},
         {"chunk-size", NBI_OPT_U32, &s.chunk, "N", "tokens per step (default 64)", false},
+        {"device", NBI_OPT_STRING, &s.device, "NAME", "cpu (default), cuda, auto", false},
         {"cpu-level", NBI_OPT_STRING, &s.cpu_level, "LEVEL",
          "auto (default), or at most reference, avx2, avx512, amx", false},
         {"activations", NBI_OPT_STRING, &s.activations, "KIND",

@@ -23,7 +23,18 @@ typedef struct nbi_run_options {
      "folder with config.json and safetensors (default: the\nembedded model)",                     \
      false},                                                                                       \
         {"model-path", NBI_OPT_STRING, &(o)->model, "DIR", "the same", false},                     \
-        {"device", NBI_OPT_STRING, &(o)->engine.device, "NAME", "auto (default), cpu", false},     \
+        {"device",                                                                                 \
+         NBI_OPT_STRING,                                                                           \
+         &(o)->engine.device,                                                                      \
+         "NAME",                                                                                   \
+         "auto (default): a GPU where there is one; cpu, cuda",                                    \
+         false},                                                                                   \
+        {"disable-cuda-graph",                                                                     \
+         NBI_OPT_FLAG,                                                                             \
+         &(o)->engine.disable_cuda_graph,                                                          \
+         NULL,                                                                                     \
+         "launch every operator of every step by itself",                                          \
+         false},                                                                                   \
         {"moe-runner-backend",                                                                     \
          NBI_OPT_STRING,                                                                           \
          &(o)->engine.moe_runner,                                                                  \

@@ -124,7 +124,8 @@ static nb_status parse_kv_dtype(nbi_dtype *out, const char *name, nbi_cpu_level 
 
 static nb_status open_backend(nb_engine *e, nbi_dtype *kv_dtype, nb_error *err)
 {
-    nbi_backend_options bo = {.n_threads = e->options.n_threads};
+    nbi_backend_options bo = {.n_threads = e->options.n_threads,
+                              .disable_graphs = e->options.disable_cuda_graph};
     NB_TRY(nbi_cpu_level_parse(&bo.cpu_level, e->options.cpu_level, err));
     NB_TRY(parse_activations(&bo.w4a4, e->options.activations, err));
     NB_TRY(parse_kv_dtype(kv_dtype, e->options.kv_dtype, bo.cpu_level, err));

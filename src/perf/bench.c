@@ -9,13 +9,15 @@
 #include "base/clock.h"
 #include "perf/bandwidth.h"
 
-#define PASS_BYTES ((uint64_t)1 << 29) /* a read pass: past every cache, about 20 ms at 25 GB/s */
+#define DEVICE_BYTES ((size_t)2 << 30)   /* read for a device's bandwidth */
+#define PASS_BYTES   ((uint64_t)1 << 29) /* a read pass: past every cache, about 20 ms at 25 GB/s */
 
 typedef struct bench {
     const nbi_bench_options *opt;
     nbi_backend *b;
     nbi_model *model;
-    nbi_bandwidth *bandwidth;
+    nbi_bandwidth *bandwidth; /* NULL: the device's own */
+    double device_rate;
     nbi_kv kv;
     uint32_t pages_per_seq, max_rows;
     int32_t *ids, *pos, *row_seq, *seq_first, *seq_len, *pages, *logit_rows, *fault;
@@ -75,8 +77,9 @@ static size_t carve(bench *b, char *base)
 static nb_status open_all(bench *b, nb_error *err)
 {
     const nbi_bench_options *o = b->opt;
-    NB_TRY(nbi_bandwidth_open(&b->bandwidth, o->dir, o->backend.n_threads, err));
-    NB_TRY(nbi_backend_open(&b->b, "cpu", &o->backend, err));
+    NB_TRY(nbi_backend_open(&b->b, o->device ? o->device : "cpu", &o->backend, err));
+    if (!b->b->ops->read_bandwidth)
+        NB_TRY(nbi_bandwidth_open(&b->bandwidth, o->dir, o->backend.n_threads, err));
     const nbi_model_options mo = {
         .dir = o->dir, .moe_runner = o->moe_runner ? o->moe_runner : "auto", .verify_scales = true};
     NB_TRY(nbi_model_open(&b->model, b->b, &mo, err));
@@ -97,6 +100,16 @@ static nb_status open_all(bench *b, nb_error *err)
     b->rate = b->ms + o->repeat;
     carve(b, b->block);
     for (uint32_t i = 0; i < o->batch * b->pages_per_seq; i++) b->pages[i] = (int32_t)i;
+    return NB_OK;
+}
+
+static nb_status measure_device(bench *b, nb_error *err)
+{
+    void *memory = b->b->ops->alloc(b->b, DEVICE_BYTES);
+    if (!memory)
+        return nbi_fail(err, NB_NO_MEMORY, "bench: no device memory to measure the bandwidth with");
+    b->device_rate = b->b->ops->read_bandwidth(b->b, memory, DEVICE_BYTES);
+    b->b->ops->release(b->b, memory, DEVICE_BYTES);
     return NB_OK;
 }
 
@@ -226,7 +239,7 @@ static void conclude(bench *b, nbi_bench_result *out)
     out->share_of_floor = out->floor_ms / out->ms_per_token;
     out->gmac_per_s = 1e-6 * macs_per_token(b) / out->ms_per_token;
     out->weight_bytes = nbi_model_weight_bytes(b->model);
-    out->n_threads = nbi_bandwidth_threads(b->bandwidth);
+    out->n_threads = b->bandwidth ? nbi_bandwidth_threads(b->bandwidth) : 0;
     snprintf(out->runner, sizeof out->runner, "%s", nbi_model_runner(b->model));
     snprintf(out->device, sizeof out->device, "%s", b->b->description);
 }
@@ -236,10 +249,11 @@ static nb_status measure(bench *b, nbi_bench_result *out, nb_error *err)
     const nbi_bench_options *o = b->opt;
     uint32_t pos = o->context;
     double unused;
+    if (!b->bandwidth) NB_TRY(measure_device(b, err));
     NB_TRY(fill(b, 0, o->context, err));
     NB_TRY(run_repeat(b, &pos, &unused, err)); /* warm: pages, caches, clocks */
     for (uint32_t i = 0; i < o->repeat; i++) {
-        b->rate[i] = nbi_bandwidth_pass(b->bandwidth, PASS_BYTES);
+        b->rate[i] = b->bandwidth ? nbi_bandwidth_pass(b->bandwidth, PASS_BYTES) : b->device_rate;
         NB_TRY(run_repeat(b, &pos, &b->ms[i], err));
     }
     conclude(b, out);

@@ -10,6 +10,7 @@ extern "C" {
 
 typedef struct nbi_bench_options {
     const char *dir;
+    const char *device;     /* NULL: cpu */
     const char *moe_runner; /* NULL: auto */
     nbi_backend_options backend;
     nbi_dtype kv_dtype;
@@ -33,7 +34,7 @@ typedef struct nbi_bench_result {
     double share_of_floor; /* floor_ms / ms_per_token */
     double gmac_per_s;     /* attention over the cache left out */
     uint64_t weight_bytes;
-    uint32_t n_threads;
+    uint32_t n_threads; /* 0: not a CPU */
     char runner[32], device[64];
 } nbi_bench_result;
 

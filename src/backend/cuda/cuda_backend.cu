@@ -327,4 +327,5 @@ const nbi_backend_ops nbi_cuda_ops = {
     .add = NULL,
     .sample = NULL,
     .sync = cuda_sync,
+    .read_bandwidth = nbi_cuda_read_bandwidth,
 };

@@ -96,6 +96,8 @@ void nbi_cuda_gqa_attend(nbi_backend *b, const nbi_gqa_attend_args *a);
 /* indexer.cu */
 void nbi_cuda_index_append(nbi_backend *b, const nbi_index_append_args *a);
 void nbi_cuda_index_select(nbi_backend *b, const nbi_index_select_args *a);
+/* bandwidth.cu */
+double nbi_cuda_read_bandwidth(nbi_backend *b, void *memory, size_t bytes);
 /* route.cu, sample.cu */
 void nbi_cuda_route(nbi_backend *b, const nbi_route_args *a);
 void nbi_cuda_sample(nbi_backend *b, const nbi_sample_args *a);

@@ -59,12 +59,18 @@ bool nbi_rt_open(nbi_rt *rt)
         return false;
     }
     if (!ok(rt, "device 0", cudaSetDevice(0)) || !read_device(rt)) return false;
-    return ok(rt, "stream", cudaStreamCreateWithFlags(&rt->stream, cudaStreamNonBlocking));
+    return ok(rt, "stream", cudaStreamCreateWithFlags(&rt->stream, cudaStreamNonBlocking)) &&
+           ok(rt, "event", cudaEventCreate(&rt->opened)) &&
+           ok(rt, "event", cudaEventCreate(&rt->mark)) &&
+           ok(rt, "event", cudaEventRecord(rt->opened, rt->stream));
 }
 
 void nbi_rt_close(nbi_rt *rt)
 {
+    if (rt->opened) cudaEventDestroy(rt->opened);
+    if (rt->mark) cudaEventDestroy(rt->mark);
     if (rt->stream) cudaStreamDestroy(rt->stream);
+    rt->opened = rt->mark = NULL;
     rt->stream = NULL;
 }
 
@@ -137,6 +143,15 @@ bool nbi_rt_sync(nbi_rt *rt)
     const cudaError_t e = cudaStreamSynchronize(rt->stream);
     if (e != cudaSuccess) nbi_rt_fail(rt, "a kernel", (int)e);
     return !rt->error[0];
+}
+
+double nbi_rt_seconds(nbi_rt *rt)
+{
+    float ms = 0;
+    if (rt->error[0] || !ok(rt, "event", cudaEventRecord(rt->mark, rt->stream)) || !nbi_rt_sync(rt))
+        return 0;
+    ok(rt, "time", cudaEventElapsedTime(&ms, rt->opened, rt->mark));
+    return (double)ms * 1e-3;
 }
 
 void nbi_rt_record(nbi_rt *rt)

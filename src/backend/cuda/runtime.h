@@ -33,6 +33,7 @@ struct nbi_rt {
     std::vector<std::function<void()>> *record;
 #else
     cudaStream_t stream;
+    cudaEvent_t opened, mark;
 #endif
 };
 
@@ -57,6 +58,10 @@ void nbi_rt_zero(nbi_rt *rt, void *dst, size_t bytes);
 
 /* Waits for all of it. False with a sentence in `error` when anything failed. */
 bool nbi_rt_sync(nbi_rt *rt);
+
+/* Waits for all of it, and says when it was done, on the device's own clock: differences of two
+ * calls are times of what was asked for in between. */
+double nbi_rt_seconds(nbi_rt *rt);
 
 /* Between begin and end, launches and copies are recorded instead of done. NULL when it failed. */
 void nbi_rt_record(nbi_rt *rt);

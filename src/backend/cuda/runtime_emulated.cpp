@@ -5,6 +5,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "base/clock.h"
+
 struct nbi_rt_graph {
     std::vector<std::function<void()>> steps;
 };
@@ -85,6 +87,12 @@ void nbi_rt_zero(nbi_rt *rt, void *dst, size_t bytes)
 bool nbi_rt_sync(nbi_rt *rt)
 {
     return !rt->error[0];
+}
+
+double nbi_rt_seconds(nbi_rt *rt)
+{
+    (void)rt;
+    return (double)nbi_now_ns() * 1e-9;
 }
 
 void nbi_rt_record(nbi_rt *rt)
