@@ -2,7 +2,7 @@
 BUILD := build/release
 ARGS  ?=
 
-.PHONY: all build run check test bench eval lint format fuzz soak install clean help
+.PHONY: all build run check test bench eval lint format fuzz soak gpu-test install clean help
 
 all: build
 
@@ -37,6 +37,9 @@ fuzz:                   ## each fuzz target for a minute (ARGS=SECONDS for anoth
 	@scripts/setup test
 	@scripts/fuzz $(ARGS)
 
+gpu-test:               ## the CUDA backend on this machine's GPU
+	@scripts/gpu-test $(ARGS)
+
 soak: build             ## hours of load in short: 10,000 requests, 500 streams at once, starts that fail
 	@scripts/setup test
 	@scripts/soak $(ARGS)
@@ -48,4 +51,4 @@ clean:                  ## remove build/
 	rm -rf build
 
 help:                   ## this list
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' Makefile
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile

@@ -34,7 +34,7 @@ typedef struct score {
     const char *device, *model_dir, *token_ids, *text, *logits, *cpu_level, *activations, *kv_dtype,
         *runner;
     uint32_t chunk, threads;
-    bool json;
+    bool json, disable_graphs;
 
     nbi_backend *backend;
     nbi_model *model;
@@ -150,7 +150,9 @@ static nb_status check_ids(const score *s, nb_error *err)
 
 static nb_status open_all(score *s, nb_error *err)
 {
-    nbi_backend_options bo = {.n_threads = s->threads, .w4a4 = !strcmp(s->activations, "w4a4")};
+    nbi_backend_options bo = {.n_threads = s->threads,
+                              .w4a4 = !strcmp(s->activations, "w4a4"),
+                              .disable_graphs = s->disable_graphs};
     NB_TRY(nbi_cpu_level_parse(&bo.cpu_level, s->cpu_level, err));
     NB_TRY(nbi_backend_open(&s->backend, s->device, &bo, err));
     nbi_model_options mo = {.dir = s->model_dir, .moe_runner = s->runner, .verify_scales = true};
@@ -257,6 +259,8 @@ int nbi_cmd_score(int argc, char **argv)
          false},
         {"chunk-size", NBI_OPT_U32, &s.chunk, "N", "tokens per step (default 64)", false},
         {"device", NBI_OPT_STRING, &s.device, "NAME", "cpu (default), cuda, auto", false},
+        {"disable-cuda-graph", NBI_OPT_FLAG, &s.disable_graphs, NULL,
+         "launch every operator of every step by itself", false},
         {"cpu-level", NBI_OPT_STRING, &s.cpu_level, "LEVEL",
          "auto (default), or at most reference, avx2, avx512, amx", false},
         {"activations", NBI_OPT_STRING, &s.activations, "KIND",

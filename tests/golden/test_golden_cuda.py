@@ -1,0 +1,72 @@
+"""The recorded Hugging Face logits on the CUDA backend: a GPU, or its emulation (preset "emulated").
+
+Run: pytest tests/golden/test_golden_cuda.py --build build/emulated   (or NIBBLE_BIN=PATH)
+"""
+import os
+import sys
+
+import numpy as np
+import pytest
+
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+import compare  # noqa: E402
+
+CASES = {c.name: c for c in compare.all_cases()}
+BY_CASE = pytest.mark.parametrize("name", sorted(CASES))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def has_cuda(request):
+    cache = compare.DATA.parents[2] / request.config.getoption("--build") / "CMakeCache.txt"
+    text = cache.read_text() if cache.exists() else ""
+    built = "NIBBLE_CUDA:BOOL=ON" in text or "NIBBLE_CUDA_EMULATED:BOOL=ON" in text
+    if not built and not os.environ.get("NIBBLE_BIN"):
+        pytest.skip("this build has no CUDA backend")
+
+
+@pytest.fixture(scope="session")
+def whole(nibble, tmp_path_factory):
+    """Logits of all sequences of a case, 64 tokens a step; kept."""
+    kept = {}
+
+    def get(case):
+        if case.name not in kept:
+            work = tmp_path_factory.mktemp(case.name)
+            kept[case.name] = compare.score(nibble, case.folder, case.tokens, work,
+                                            "--device", "cuda")
+        return kept[case.name]
+    return get
+
+
+@BY_CASE
+def test_logits(name, whole, table):
+    case = CASES[name]
+    verdict = compare.judge_loose(case, whole(case), "cuda")
+    table.append(verdict.row)
+    assert verdict.ok, verdict.row
+
+
+@BY_CASE
+@pytest.mark.parametrize("options", [("--chunk-size", "7"), ("--chunk-size", "1"),
+                                     ("--chunk-size", "1", "--disable-cuda-graph")],
+                         ids=["chunk-7", "chunk-1", "chunk-1-no-graph"])
+def test_same_bits(name, options, nibble, whole, tmp_path):
+    """However a prompt is cut, and recorded or not: the same bits."""
+    case = CASES[name]
+    if "--chunk-size 7" not in " ".join(options) and "emulated" in str(nibble) and \
+            sum(map(len, case.tokens)) > 200:
+        pytest.skip("token by token takes minutes in the emulation")
+    got = compare.score(nibble, case.folder, case.tokens, tmp_path, "--device", "cuda", *options)
+    same = (got.view(np.uint32) == whole(case).view(np.uint32)).all(axis=1)
+    assert same.all(), f"{name}: {(~same).sum()} of {len(same)} positions differ, " \
+        f"first {int(np.argmin(same))}, by {compare.relative(got, whole(case)).max():.2e}"
+
+
+@pytest.mark.parametrize("name", sorted(n for n, c in CASES.items() if c.has_w4a4))
+def test_nvfp4_activations(name, nibble, table, tmp_path):
+    case = CASES[name]
+    got = compare.score(nibble, case.folder, case.tokens, tmp_path, "--device", "cuda",
+                        "--activations", "w4a4")
+    verdict = compare.judge_w4a4(case, got)
+    table.append(verdict.row)
+    assert verdict.ok, verdict.row
