@@ -118,3 +118,49 @@ __device__ inline void named_sync(int id, int threads)
 {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
+
+// ---- clusters ----
+
+__device__ inline uint32_t cluster_rank()
+{
+    uint32_t r;
+    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(r));
+    return r;
+}
+
+__device__ inline uint32_t cluster_size()
+{
+    uint32_t r;
+    asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(r));
+    return r;
+}
+
+// All threads of all blocks of the cluster.
+__device__ inline void cluster_sync()
+{
+    asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
+}
+
+// Arrives at the barrier at the same place in the shared memory of block `rank` of the cluster.
+__device__ inline void mbar_arrive_at(uint64_t *bar, uint32_t rank)
+{
+    asm volatile(
+        "{ .reg .b32 a;\n"
+        "mapa.shared::cluster.u32 a, %0, %1;\n"
+        "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [a]; }" ::"r"(smem_addr(bar)),
+        "r"(rank)
+        : "memory");
+}
+
+__device__ inline void mbar_wait_cluster(uint64_t *bar, uint32_t parity)
+{
+    uint32_t ok;
+    do {
+        asm volatile("{ .reg .pred p;\n"
+                     "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\n"
+                     "selp.u32 %0, 1, 0, p; }"
+                     : "=r"(ok)
+                     : "r"(smem_addr(bar)), "r"(parity)
+                     : "memory");
+    } while (!ok);
+}
