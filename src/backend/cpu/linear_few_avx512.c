@@ -5,16 +5,18 @@
  * Additions are those of block() in linear_avx512.c: one accumulator of 16 lanes per element, 32
  * columns a step in ascending order, then the tree of _mm512_reduce_add_ps.
  *
- * Fetching early into L2 (T1) the same columns of the rows a block or two ahead was the best of
- * twelve ways on a Zen 4 core: docs/performance.md. */
+ * How far ahead and in which order lines are asked for was measured on Zen 4 and Zen 5 cores:
+ * docs/performance.md. */
 #include "backend/cpu/linear.h"
 
 #include "backend/cpu/linear_sum_avx512.h"
 #include "backend/cpu/linear_unpack.h"
 
-#define ROWS       4u /* rows of a block */
-#define ROWS_ONE   8u /* rows of a BF16 block of one token */
-#define AHEAD_ROWS 8u
+#define ROWS        4u /* rows of a block */
+#define ROWS_ONE    8u /* rows of a BF16 block of one token */
+#define AHEAD_ROWS  8u
+#define AHEAD_ONE   4096u /* bytes, BF16 rows of one token */
+#define AHEAD_CODES 8192u /* bytes, NVFP4 rows */
 
 /* One call: rows of one panel, all of its tokens. */
 typedef struct rows {
@@ -36,6 +38,12 @@ static inline const char *row_ahead(const rows *s, uint32_t r)
         p->next && r < p->next_rows && p->next->kind == p->w->kind && p->next->cols == p->w->cols;
     if (!known) return (const char *)p->w->data + p->row * s->row_bytes;
     return (const char *)p->next->data + (p->next_row + r) * s->row_bytes;
+}
+
+/* How many blocks of `bytes` make at least `ahead`. */
+static inline uint32_t blocks_of(uint32_t ahead, size_t bytes)
+{
+    return (uint32_t)((ahead + bytes - 1) / bytes);
 }
 
 static inline __attribute__((always_inline)) void clear(int R, int N, __m512 acc[8][6])
@@ -81,53 +89,76 @@ static inline __attribute__((always_inline)) void bf16(int R, int N, const rows 
     put(R, N, s, row, acc);
 }
 
-/* ---------------------------------------------------------------- NVFP4 */
-
-/* 32 columns from c, of row r of the block at codes and scales. */
-static inline __attribute__((always_inline)) void nvfp4_step(int N, const rows *s,
-                                                             const nbi_unpack_nvfp4 *u,
-                                                             const uint8_t *codes, uint32_t s0,
-                                                             uint32_t s1, uint32_t c, __m512 *acc)
+/* ROWS_ONE rows of the panel, one token: one row after the other, as plain reading does. One chain
+ * of products keeps up with the memory, and one stream of lines is what its prefetcher follows. */
+static void bf16_8x1(const rows *s, uint32_t row)
 {
-    const __m512bh w = (__m512bh)(c + 32 <= s->cols ? nbi_unpack_nvfp4_32(u, codes, s0, s1)
-                                                    : nbi_unpack_nvfp4_16(u, codes, s0));
-#pragma GCC unroll 6
-    for (int t = 0; t < N; t++)
-        acc[t] =
-            _mm512_dpbf16_ps(acc[t], w, (__m512bh)_mm512_load_si512(s->x + (size_t)t * s->pad + c));
+    const size_t row_bytes = s->row_bytes;
+    const char *a = (const char *)s->p->w->data + (s->p->row + row) * row_bytes;
+    const uint32_t far = blocks_of(AHEAD_ONE, row_bytes);
+    __m512 acc[8][6];
+    clear(8, 1, acc);
+#pragma GCC unroll 8
+    for (uint32_t r = 0; r < 8; r++) {
+        const char *w = a + r * row_bytes, *ahead = row_ahead(s, row + r + far);
+#pragma GCC unroll 4
+        for (uint32_t c = 0; c < s->pad; c += 32) {
+            _mm_prefetch(ahead + (size_t)c * 2, _MM_HINT_T0);
+            acc[r][0] = _mm512_dpbf16_ps(acc[r][0], (__m512bh)_mm512_loadu_si512(w + (size_t)c * 2),
+                                         (__m512bh)_mm512_load_si512(s->x + c));
+        }
+    }
+    put(8, 1, s, row, acc);
 }
 
-/* Rows [row, row + R) of the panel x N tokens. */
+/* ---------------------------------------------------------------- NVFP4 */
+
+/* 32 weights of a row times the tokens at x, `pad` values apart. */
+static inline __attribute__((always_inline)) void multiply(int N, const uint16_t *x, size_t pad,
+                                                           __m512i w, __m512 *acc)
+{
+#pragma GCC unroll 6
+    for (int t = 0; t < N; t++)
+        acc[t] = _mm512_dpbf16_ps(acc[t], (__m512bh)w, (__m512bh)_mm512_load_si512(x + t * pad));
+}
+
+/* Rows [row, row + R) of the panel x N tokens, 128 columns a step: a cache line of codes and eight
+ * scales per row. Pointers move along: with indices instead the compiler runs out of registers. */
 static inline __attribute__((always_inline)) void nvfp4(int R, int N, const rows *s, uint32_t row)
 {
     const nbi_unpack_nvfp4 u = nbi_unpack_nvfp4_init();
-    const size_t first = s->p->row + row;
-    const uint8_t *codes = (const uint8_t *)s->p->w->data + first * s->row_bytes;
-    const uint8_t *scales = (const uint8_t *)s->p->w->scales + first * s->n_scales;
-    const char *ahead = row_ahead(s, row + AHEAD_ROWS);
+    const size_t first = s->p->row + row, row_bytes = s->row_bytes, n_scales = s->n_scales;
+    const uint8_t *codes = (const uint8_t *)s->p->w->data + first * row_bytes;
+    const uint8_t *scales = (const uint8_t *)s->p->w->scales + first * n_scales;
+    const char *ahead = row_ahead(s, row + ROWS * blocks_of(AHEAD_CODES, ROWS * row_bytes));
     __m512 acc[8][6];
     clear(R, N, acc);
+    const uint16_t *x = s->x;
+    const size_t pad = s->pad;
     uint32_t c = 0;
-    for (; c + 128 <= s->cols; c += 128) { /* a cache line of codes, eight scales */
+    for (; c + 128 <= s->cols; c += 128, codes += 64, scales += 8, ahead += R * 64, x += 128) {
         uint64_t eight[8];
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++) {
-            memcpy(&eight[r], scales + r * s->n_scales + c / NBI_NVFP4_BLOCK, sizeof eight[r]);
-            _mm_prefetch(ahead + r * s->row_bytes + c / 2, _MM_HINT_T1);
+            memcpy(&eight[r], scales + r * n_scales, sizeof eight[r]);
+            _mm_prefetch(ahead + r * 64, _MM_HINT_T0);
         }
 #pragma GCC unroll 4
-        for (uint32_t k = 0; k < 4; k++)
+        for (int k = 0; k < 4; k++)
 #pragma GCC unroll 8
-            for (int r = 0; r < R; r++, eight[r - 1] >>= 16)
-                nvfp4_step(N, s, &u, codes + r * s->row_bytes + c / 2 + 16 * k, eight[r] & 0xff,
-                           eight[r] >> 8 & 0xff, c + 32 * k, acc[r]);
+            for (int r = 0; r < R; r++) {
+                const uint8_t *at = codes + r * row_bytes + 16 * k;
+                const uint32_t s0 = eight[r] >> 16 * k & 0xff, s1 = eight[r] >> (16 * k + 8) & 0xff;
+                multiply(N, x + 32 * k, pad, nbi_unpack_nvfp4_32(&u, at, s0, s1), acc[r]);
+            }
     }
-    for (; c < s->cols; c += 32)
+    for (; c < s->cols; c += 32, codes += 16, scales += 2, x += 32)
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++) {
-            const uint8_t *two = scales + r * s->n_scales + c / NBI_NVFP4_BLOCK;
-            nvfp4_step(N, s, &u, codes + r * s->row_bytes + c / 2, two[0],
-                       c + 32 <= s->cols ? two[1] : 0, c, acc[r]);
+            const uint8_t *two = scales + r * n_scales, *at = codes + r * row_bytes;
+            const __m512i w = c + 32 <= s->cols ? nbi_unpack_nvfp4_32(&u, at, two[0], two[1])
+                                                : nbi_unpack_nvfp4_16(&u, at, two[0]);
+            multiply(N, x, pad, w, acc[r]);
         }
     put(R, N, s, row, acc);
 }
@@ -148,7 +179,6 @@ typedef void block_fn(const rows *s, uint32_t row);
 EACH(ROW, bf16)
 EACH(ROW, nvfp4)
 EACH(FOUR, nvfp4)
-BLOCK(bf16, 8, 1)
 BLOCK(bf16, 4, 2)
 BLOCK(bf16, 4, 3)
 BLOCK(bf16, 4, 4)
