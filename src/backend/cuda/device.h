@@ -221,6 +221,29 @@ NBI_DEV float nbi_warp_max(float x)
     return x;
 }
 
+NBI_DEV uint32_t nbi_warp_max(uint32_t x)
+{
+    return __reduce_max_sync(NBI_FULL_MASK, x);
+}
+
+NBI_DEV uint32_t nbi_warp_min(uint32_t x)
+{
+    return __reduce_min_sync(NBI_FULL_MASK, x);
+}
+
+/* Integers in the order of the floats, for choices by reductions of integers: -0 is below 0. Finite
+ * values and infinities are never 0 or UINT32_MAX. */
+NBI_DEV uint32_t nbi_order(float x)
+{
+    const uint32_t u = nbi_bits(x);
+    return u & 0x80000000u ? ~u : u | 0x80000000u;
+}
+
+NBI_DEV float nbi_unorder(uint32_t x)
+{
+    return nbi_float(x & 0x80000000u ? x & 0x7fffffffu : ~x);
+}
+
 /* ---------------------------------------------------------------- memory */
 
 /* 16 bytes that nobody writes while the kernel runs and that are read once. */

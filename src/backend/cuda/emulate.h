@@ -116,6 +116,28 @@ template <class T> inline T __shfl_up_sync(unsigned, T x, unsigned d, int width 
     return nbi_emu_from_lane(x, self < first + d ? self : self - d);
 }
 
+template <class F> inline unsigned nbi_emu_reduce(unsigned x, F better)
+{
+    const unsigned char *slots = nbi_emu_exchange(&x, sizeof x);
+    for (unsigned i = 0; i < 32; i++) {
+        unsigned v;
+        __builtin_memcpy(&v, slots + i * NBI_EMU_SLOT, sizeof v);
+        if (nbi_emu_lane_lives(i) && better(v, x)) x = v;
+    }
+    nbi_emu_sync_warp();
+    return x;
+}
+
+inline unsigned __reduce_max_sync(unsigned, unsigned x)
+{
+    return nbi_emu_reduce(x, [](unsigned a, unsigned b) { return a > b; });
+}
+
+inline unsigned __reduce_min_sync(unsigned, unsigned x)
+{
+    return nbi_emu_reduce(x, [](unsigned a, unsigned b) { return a < b; });
+}
+
 inline unsigned __ballot_sync(unsigned, int predicate)
 {
     const int own = predicate != 0;
