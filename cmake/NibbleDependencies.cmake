@@ -28,12 +28,14 @@ target_link_libraries(nibble_deps INTERFACE PkgConfig::JANSSON PkgConfig::PCRE2
                       PkgConfig::UTF8PROC Threads::Threads m ${CMAKE_DL_LIBS})
 
 # The system's Python (Jinja2 comes from the distribution), never one that PATH happens to name.
+set(with_python 0)
 if(NIBBLE_WITH_PYTHON)
     pkg_check_modules(PYTHON_EMBED IMPORTED_TARGET GLOBAL QUIET python3-embed)
     if(PYTHON_EMBED_FOUND)
         target_link_libraries(nibble_deps INTERFACE PkgConfig::PYTHON_EMBED)
-        target_compile_definitions(nibble_deps INTERFACE NBI_WITH_PYTHON=1)
+        set(with_python 1)
     else()
         message(STATUS "python3-dev not found: chat templates will be refused with a reason")
     endif()
 endif()
+target_compile_definitions(nibble_deps INTERFACE NBI_WITH_PYTHON=${with_python})
