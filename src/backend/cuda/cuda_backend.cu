@@ -19,7 +19,10 @@ static nb_status open_stages(nbi_cuda *c, nb_error *err)
             return nbi_fail(err, NB_NO_MEMORY, "cuda: cannot pin %zu bytes of host memory",
                             NBI_CUDA_STAGE_BYTES);
     }
-    return NB_OK;
+    c->stage_device = static_cast<char *>(nbi_rt_alloc(&c->rt, NBI_CUDA_STAGE_BYTES));
+    if (c->stage_device) return NB_OK;
+    return nbi_fail(err, NB_NO_MEMORY, "cuda: no device memory for %zu bytes of staging",
+                    NBI_CUDA_STAGE_BYTES);
 }
 
 static nb_status cuda_open(nbi_backend **out, const nbi_backend_options *opt, nb_error *err)
@@ -77,6 +80,7 @@ static void cuda_close(nbi_backend **b)
     nbi_cuda *c = nbi_cuda_of(*b);
     release_reserved(c);
     for (char *stage : c->stage) nbi_rt_free_host(&c->rt, stage);
+    nbi_rt_free(&c->rt, c->stage_device);
     nbi_rt_close(&c->rt);
     nbi_free(c);
     *b = NULL;
@@ -93,13 +97,26 @@ static void cuda_release(nbi_backend *b, void *p, size_t bytes)
     nbi_rt_free(&nbi_cuda_of(b)->rt, p);
 }
 
+char *nbi_cuda_stage(nbi_cuda *c, size_t bytes)
+{
+    NB_ASSERT(bytes <= NBI_CUDA_STAGE_BYTES);
+    if (NBI_CUDA_STAGE_BYTES - c->stage_used < bytes) {
+        nbi_rt_mark(&c->rt, c->stage_now);
+        c->stage_now = (c->stage_now + 1) % NBI_CUDA_STAGES;
+        c->stage_used = 0;
+        nbi_rt_wait_mark(&c->rt, c->stage_now);
+    }
+    char *at = c->stage[c->stage_now] + c->stage_used;
+    const size_t end = c->stage_used + (bytes + 15) / 16 * 16;
+    c->stage_used = end < NBI_CUDA_STAGE_BYTES ? end : NBI_CUDA_STAGE_BYTES;
+    return at;
+}
+
 void nbi_cuda_upload(nbi_cuda *c, void *dst, const void *src, size_t bytes)
 {
     for (size_t at = 0; at < bytes; at += NBI_CUDA_STAGE_BYTES) {
         const size_t n = bytes - at < NBI_CUDA_STAGE_BYTES ? bytes - at : NBI_CUDA_STAGE_BYTES;
-        char *stage = c->stage[c->next_stage];
-        c->next_stage = (c->next_stage + 1) % NBI_CUDA_STAGES;
-        if (c->next_stage == 1) nbi_rt_sync(&c->rt); /* both pieces are free again */
+        char *stage = nbi_cuda_stage(c, n);
         memcpy(stage, static_cast<const char *>(src) + at, n);
         nbi_rt_upload(&c->rt, static_cast<char *>(dst) + at, stage, n);
     }
@@ -305,8 +322,8 @@ const nbi_backend_ops nbi_cuda_ops = {
     .release = cuda_release,
     .upload = cuda_upload,
     .download = cuda_download,
-    .weight_prepare = NULL,
-    .weight_release = NULL,
+    .weight_prepare = nbi_cuda_weight_prepare,
+    .weight_release = nbi_cuda_weight_release,
     .workspace_bytes = cuda_workspace_bytes,
     .reserve = cuda_reserve,
     .step_begin = cuda_step_begin,

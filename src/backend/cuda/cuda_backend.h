@@ -46,9 +46,12 @@ struct nbi_cuda {
     nbi_cuda_graph recorded[NBI_CUDA_GRAPHS], *recording, *replaying;
     uint64_t n_steps;
 
-    /* uploads of weights: pageable memory goes through pinned pieces */
+    /* uploads of weights: pageable memory goes through pinned pieces, one filled while the device
+     * reads the other */
     char *stage[NBI_CUDA_STAGES];
-    uint32_t next_stage;
+    uint32_t stage_now;
+    size_t stage_used;  /* bytes of it */
+    char *stage_device; /* device memory of one piece: what is packed there lies here first */
 
     void *sampler;      /* of sample.cu */
     const char *failed; /* an operator that could not run says so at step_end */
@@ -72,11 +75,14 @@ static inline uint32_t nbi_ceil_div(uint32_t a, uint32_t b)
 /* Copies pageable memory to the device, through the pinned pieces, in the order of the stream.
  * Returns when src may go. */
 void nbi_cuda_upload(nbi_cuda *c, void *dst, const void *src, size_t bytes);
+/* `bytes` (at most NBI_CUDA_STAGE_BYTES) of a pinned piece, aligned to 16, to fill and upload
+ * before the next call. Waits only when the other piece is still being read. */
+char *nbi_cuda_stage(nbi_cuda *c, size_t bytes);
 
 extern "C" {
 extern const nbi_backend_ops nbi_cuda_ops;
 
-/* linear*.cu */
+/* pack.cu, linear*.cu */
 nb_status nbi_cuda_weight_prepare(nbi_backend *b, nbi_weight **out, const nbi_matrix *m,
                                   nb_error *err);
 void nbi_cuda_weight_release(nbi_backend *b, nbi_weight **w);

@@ -165,6 +165,35 @@ NBI_DEV uint32_t nbi_mul_f16x2(uint32_t a, uint32_t b)
 #endif
 }
 
+/* Both halves of a times one half of b. */
+NBI_DEV uint32_t nbi_mul_f16x2_lo(uint32_t a, uint32_t b)
+{
+#if NBI_EMULATED
+    return nbi_mul_f16x2(a, (b & 0xffffu) | b << 16);
+#else
+    uint32_t r;
+    asm("{.reg .b16 l, h; .reg .b32 d; mov.b32 {l, h}, %2; mov.b32 d, {l, l}; "
+        "mul.rn.f16x2 %0, %1, d;}"
+        : "=r"(r)
+        : "r"(a), "r"(b));
+    return r;
+#endif
+}
+
+NBI_DEV uint32_t nbi_mul_f16x2_hi(uint32_t a, uint32_t b)
+{
+#if NBI_EMULATED
+    return nbi_mul_f16x2(a, (b & 0xffff0000u) | b >> 16);
+#else
+    uint32_t r;
+    asm("{.reg .b16 l, h; .reg .b32 d; mov.b32 {l, h}, %2; mov.b32 d, {h, h}; "
+        "mul.rn.f16x2 %0, %1, d;}"
+        : "=r"(r)
+        : "r"(a), "r"(b));
+    return r;
+#endif
+}
+
 /* E4M3 to FP16 times 2^-8, exact: the bits only move. */
 NBI_DEV uint16_t nbi_e4m3_bits_f16(uint8_t x)
 {
@@ -255,6 +284,19 @@ NBI_DEV nbi_u32x4 nbi_load_once(const void *p)
     nbi_u32x4 r;
     asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(r.v[0]), "=r"(r.v[1]), "=r"(r.v[2]), "=r"(r.v[3])
+                 : "l"(p));
+    return r;
+#endif
+}
+
+NBI_DEV nbi_u32x2 nbi_load_once8(const void *p)
+{
+#if NBI_EMULATED
+    return *static_cast<const nbi_u32x2 *>(p);
+#else
+    nbi_u32x2 r;
+    asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0, %1}, [%2];"
+                 : "=r"(r.v[0]), "=r"(r.v[1])
                  : "l"(p));
     return r;
 #endif

@@ -59,6 +59,8 @@ bool nbi_rt_open(nbi_rt *rt)
         return false;
     }
     if (!ok(rt, "device 0", cudaSetDevice(0)) || !read_device(rt)) return false;
+    for (cudaEvent_t &mark : rt->marks)
+        if (!ok(rt, "event", cudaEventCreateWithFlags(&mark, cudaEventDisableTiming))) return false;
     return ok(rt, "stream", cudaStreamCreateWithFlags(&rt->stream, cudaStreamNonBlocking)) &&
            ok(rt, "event", cudaEventCreate(&rt->opened)) &&
            ok(rt, "event", cudaEventCreate(&rt->mark)) &&
@@ -69,6 +71,10 @@ void nbi_rt_close(nbi_rt *rt)
 {
     if (rt->opened) cudaEventDestroy(rt->opened);
     if (rt->mark) cudaEventDestroy(rt->mark);
+    for (cudaEvent_t &mark : rt->marks) {
+        if (mark) cudaEventDestroy(mark);
+        mark = NULL;
+    }
     if (rt->stream) cudaStreamDestroy(rt->stream);
     rt->opened = rt->mark = NULL;
     rt->stream = NULL;
@@ -136,6 +142,16 @@ void nbi_rt_zero(nbi_rt *rt, void *dst, size_t bytes)
 {
     if (rt->error[0] || !bytes) return;
     ok(rt, "clearing memory", cudaMemsetAsync(dst, 0, bytes, rt->stream));
+}
+
+void nbi_rt_mark(nbi_rt *rt, uint32_t i)
+{
+    if (!rt->error[0]) ok(rt, "event", cudaEventRecord(rt->marks[i], rt->stream));
+}
+
+void nbi_rt_wait_mark(nbi_rt *rt, uint32_t i)
+{
+    if (!rt->error[0]) ok(rt, "a copy or a kernel", cudaEventSynchronize(rt->marks[i]));
 }
 
 bool nbi_rt_sync(nbi_rt *rt)

@@ -18,6 +18,7 @@
 #endif
 
 #define NBI_RT_ERROR_MAX 256
+#define NBI_RT_MARKS     4u
 
 struct nbi_rt {
     int sm;    /* compute capability: 90 for 9.0 */
@@ -33,7 +34,8 @@ struct nbi_rt {
     std::vector<std::function<void()>> *record;
 #else
     cudaStream_t stream;
-    cudaEvent_t opened, mark;
+    cudaEvent_t opened, mark;        /* of nbi_rt_seconds() */
+    cudaEvent_t marks[NBI_RT_MARKS]; /* of nbi_rt_mark() */
 #endif
 };
 
@@ -55,6 +57,11 @@ bool nbi_rt_memory(nbi_rt *rt, size_t *free_bytes, size_t *total_bytes);
 void nbi_rt_upload(nbi_rt *rt, void *dst, const void *src, size_t bytes);
 void nbi_rt_download(nbi_rt *rt, void *dst, const void *src, size_t bytes);
 void nbi_rt_zero(nbi_rt *rt, void *dst, size_t bytes);
+
+/* Notes a place in the stream, outside of recordings, and waits until the stream is past it. A mark
+ * that was never set does not wait. */
+void nbi_rt_mark(nbi_rt *rt, uint32_t i);
+void nbi_rt_wait_mark(nbi_rt *rt, uint32_t i);
 
 /* Waits for all of it. False with a sentence in `error` when anything failed. */
 bool nbi_rt_sync(nbi_rt *rt);

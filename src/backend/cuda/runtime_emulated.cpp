@@ -84,6 +84,16 @@ void nbi_rt_zero(nbi_rt *rt, void *dst, size_t bytes)
     now_or_later(rt, [=] { memset(dst, 0, bytes); });
 }
 
+void nbi_rt_mark(nbi_rt *rt, uint32_t i)
+{
+    (void)rt, (void)i;
+}
+
+void nbi_rt_wait_mark(nbi_rt *rt, uint32_t i)
+{
+    (void)rt, (void)i;
+}
+
 bool nbi_rt_sync(nbi_rt *rt)
 {
     return !rt->error[0];
