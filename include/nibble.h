@@ -250,9 +250,10 @@ const char *nb_engine_failure(nb_engine *engine);
 
 /* Encodes UTF-8 text (invalid bytes are encoded as the bytes they are). `parse_special`: added
  * tokens in the text become their ids; otherwise they are plain text. No token is ever added. *ids
- * is malloc'ed, freed by nb_free(). */
+ * is malloc'ed, freed by nb_free(). NB_TOO_LARGE as soon as there would be more than max_ids (0:
+ * any number). */
 nb_status nb_tokenize(const nb_engine *engine, const char *text, size_t n_bytes, bool parse_special,
-                      int32_t **ids, size_t *n_ids, nb_error *error);
+                      size_t max_ids, int32_t **ids, size_t *n_ids, nb_error *error);
 
 /* Decodes ids to bytes (whole characters are not guaranteed at the ends). *text is NUL-terminated,
  * freed by nb_free(). */

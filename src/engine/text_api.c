@@ -9,10 +9,10 @@ static nb_status need_tokenizer(const nb_engine *e, nb_error *err)
 }
 
 nb_status nb_tokenize(const nb_engine *e, const char *text, size_t n_bytes, bool parse_special,
-                      int32_t **ids, size_t *n_ids, nb_error *err)
+                      size_t max_ids, int32_t **ids, size_t *n_ids, nb_error *err)
 {
     NB_TRY(need_tokenizer(e, err));
-    nbi_ids out = {0};
+    nbi_ids out = {.max = max_ids};
     nb_status st = nbi_tokenizer_encode(e->tokenizer, text, n_bytes, parse_special, &out, err);
     if (st != NB_OK) {
         nbi_ids_free(&out);

@@ -5,6 +5,7 @@
 #include "base/json.h"
 #include "server/job.h"
 #include "server/messages.h"
+#include "server/prompts.h"
 #include "text/tool_choice.h"
 
 /* The grammar of calls that have to come. */
@@ -69,8 +70,8 @@ nb_status nbi_job_encode_chat(nbi_job *job, const json_t *body, nbi_api_error *e
 {
     nbi_chat_prompt rendered = {0};
     (void)body;
-    NB_TRY(
-        nbi_served_encode_chat(job->served, job->chat, job->surface->prompt_field, &rendered, e));
+    NB_TRY(nbi_served_encode_chat(job->served, job->chat, job->surface->prompt_field,
+                                  nbi_prompts_max_ids(job), &rendered, e));
     nbi_prompt *prompt = nbi_arena_alloc(&job->arena, sizeof *prompt);
     size_t n = rendered.ids.len;
     int32_t *ids = nbi_arena_alloc(&job->arena, (n + 1) * sizeof *ids);

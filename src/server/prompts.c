@@ -5,6 +5,11 @@
 #include <stdio.h>
 #include <string.h>
 
+/* Contexts of tokens that are encoded of one text; then it is refused without its exact length. The
+ * second is for prompts that are cut to their end, and where tokens are only counted. */
+#define CONTEXTS     2
+#define CONTEXTS_CUT 16
+
 /* ---------------------------------------------------------------- check */
 
 static nb_status check_ids(const json_t *ids, const char *param, const nbi_api_facts *facts,
@@ -85,14 +90,22 @@ static nb_status no_memory(nbi_api_error *e)
     return nbi_api_fail(e, 503, NULL, NULL, "no memory for the prompt");
 }
 
-static nb_status encode_text(nbi_job *job, nbi_prompt *prompt, const json_t *text, nbi_api_error *e)
+size_t nbi_prompts_max_ids(const nbi_job *job)
+{
+    bool cut = job->params.truncate_prompt || job->surface->count_only;
+    return (size_t)(cut ? CONTEXTS_CUT : CONTEXTS) * job->facts->max_context;
+}
+
+static nb_status encode_text(nbi_job *job, nbi_prompt *prompt, const json_t *text,
+                             const char *param, nbi_api_error *e)
 {
     nb_error err = {0};
     int32_t *ids = NULL;
     size_t n = json_string_length(text);
-    nb_status status = nb_tokenize(job->served->engine, json_string_value(text), n, true, &ids,
-                                   &prompt->n_ids, &err);
-    if (status != NB_OK) return nbi_api_from(e, status, &err, job->prompt_field);
+    nb_status status = nb_tokenize(job->served->engine, json_string_value(text), n, true,
+                                   nbi_prompts_max_ids(job), &ids, &prompt->n_ids, &err);
+    if (status == NB_TOO_LARGE) return nbi_served_too_long(job->served, &err, param, e);
+    if (status != NB_OK) return nbi_api_from(e, status, &err, param);
     int32_t *own = nbi_arena_alloc(&job->arena, (prompt->n_ids + 1) * sizeof *own);
     if (own && prompt->n_ids) memcpy(own, ids, prompt->n_ids * sizeof *own);
     nb_free(ids);
@@ -135,9 +148,10 @@ static nb_status encode_ids(nbi_job *job, nbi_prompt *prompt, const json_t *ids,
     return show_ids(job, prompt, e);
 }
 
-static nb_status encode_one(nbi_job *job, nbi_prompt *prompt, const json_t *value, nbi_api_error *e)
+static nb_status encode_one(nbi_job *job, nbi_prompt *prompt, const json_t *value,
+                            const char *param, nbi_api_error *e)
 {
-    return json_is_string(value) ? encode_text(job, prompt, value, e)
+    return json_is_string(value) ? encode_text(job, prompt, value, param, e)
                                  : encode_ids(job, prompt, value, e);
 }
 
@@ -155,9 +169,11 @@ nb_status nbi_prompts_encode(nbi_job *job, const json_t *prompt, const char *fie
     job->prompts = nbi_arena_alloc(&job->arena, n * sizeof *job->prompts);
     if (!job->prompts) return no_memory(e);
     job->n_prompts = (uint32_t)n;
-    if (!batch) return encode_one(job, job->prompts, prompt, e);
+    if (!batch) return encode_one(job, job->prompts, prompt, field, e);
     for (size_t i = 0; i < n; i++) {
-        NB_TRY(encode_one(job, &job->prompts[i], json_array_get(prompt, i), e));
+        char param[NBI_PARAM_MAX];
+        snprintf(param, sizeof param, "%.96s[%zu]", field, i);
+        NB_TRY(encode_one(job, &job->prompts[i], json_array_get(prompt, i), param, e));
     }
     return NB_OK;
 }

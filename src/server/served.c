@@ -62,17 +62,25 @@ void nbi_served_text_close(nbi_served_text *text)
     nbi_tokenizer_close(&text->tokenizer);
 }
 
+nb_status nbi_served_too_long(const nbi_served *served, const nb_error *err, const char *field,
+                              nbi_api_error *e)
+{
+    return nbi_api_fail(e, 400, "context_length_exceeded", field, "%s: %s; the context holds %u",
+                        field, err->text, served->facts.max_context);
+}
+
 nb_status nbi_served_encode_chat(const nbi_served *served, const json_t *request, const char *field,
-                                 nbi_chat_prompt *prompt, nbi_api_error *e)
+                                 size_t max_ids, nbi_chat_prompt *prompt, nbi_api_error *e)
 {
     nb_error err = {0};
     nbi_chat_options options = {
         .reasoning = served->reasoning,
+        .max_ids = max_ids,
         .continue_final = json_is_true(json_object_get(request, "continue_final_message"))};
     nb_status status =
         nbi_chat_encode(prompt, served->text.tmpl, served->text.tokenizer, request, &options, &err);
     if (status == NB_OK) return NB_OK;
-    if (status == NB_TOO_LARGE) status = NB_INVALID; /* a bound of rendering, not the context */
+    if (status == NB_TOO_LARGE) return nbi_served_too_long(served, &err, field, e);
     return nbi_api_from(e, status, &err, field);
 }
 

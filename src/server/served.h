@@ -71,10 +71,14 @@ nb_status nbi_served_create(nbi_served **out, nb_engine *engine, nbi_served_text
                             const nbi_served_options *options, nb_error *err);
 void nbi_served_destroy(nbi_served **served);
 
+/* The error about a prompt that was not encoded to its end; err: how far it was. */
+nb_status nbi_served_too_long(const nbi_served *served, const nb_error *err, const char *field,
+                              nbi_api_error *e);
+
 /* Renders and encodes a chat request (messages.h). `field` is what errors of the template name.
  * *prompt is freed by nbi_chat_prompt_free(). */
 nb_status nbi_served_encode_chat(const nbi_served *served, const json_t *request, const char *field,
-                                 nbi_chat_prompt *prompt, nbi_api_error *e);
+                                 size_t max_ids, nbi_chat_prompt *prompt, nbi_api_error *e);
 
 /* A new identity for a request. */
 void nbi_served_next_id(const nbi_served *served, char out[NBI_ID_BYTES]);

@@ -35,6 +35,7 @@ typedef struct nbi_chat_options {
      * NB_INVALID when the template does not show that content. Wants add_generation_prompt false.
      */
     bool continue_final;
+    size_t max_ids; /* most tokens, 0: any number */
 } nbi_chat_options;
 
 /* Zero before the first use; nbi_chat_prompt_free() after. */
@@ -49,7 +50,8 @@ void nbi_chat_prompt_free(nbi_chat_prompt *prompt);
  *   messages (required), tools, documents, add_generation_prompt (default true),
  *   chat_template_kwargs (an object: further variables, they win over the others).
  * Only these members are looked at. On failure *prompt is empty. Statuses of nbi_chat_normalise(),
- * nbi_template_render() and nbi_tokenizer_encode().
+ * nbi_template_render() and nbi_tokenizer_encode(), but that a bound of rendering is NB_INVALID and
+ * not NB_TOO_LARGE.
  *
  * How control words are kept out: before rendering, each added token's text that occurs in a string
  * of the request is replaced by one private-use character that occurs nowhere in request or

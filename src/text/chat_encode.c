@@ -58,7 +58,7 @@ static nb_status render(nbi_buf *out, const nbi_template *tmpl, const json_t *co
     if (!text) return no_memory(err);
     nb_status st = nbi_template_render(tmpl, text, strlen(text), out, err);
     nbi_free(text);
-    return st;
+    return st == NB_TOO_LARGE ? NB_INVALID : st;
 }
 
 /* [*begin, *end) of s without the white space around. */
@@ -174,7 +174,7 @@ nb_status nbi_chat_encode(nbi_chat_prompt *prompt, const nbi_template *tmpl,
                           const nbi_chat_options *options, nb_error *err)
 {
     json_t *context = NULL;
-    nbi_chat_prompt result = {0};
+    nbi_chat_prompt result = {.ids.max = options->max_ids};
     NB_TRY(make_context(&context, request, err));
     nb_status st = options->parse_special_in_content
                        ? encode_plain(&result, tmpl, tokenizer, context, options, err)

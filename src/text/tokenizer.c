@@ -10,8 +10,10 @@
 #include "text/tokenizer_impl.h"
 #include "text/unicode.h"
 
-#define IDLE_MAX   16                /* encoders kept for later */
-#define KEEP_BYTES ((size_t)4 << 20) /* larger buffers are not kept */
+#define IDLE_MAX         16                /* encoders kept for later */
+#define KEEP_BYTES       ((size_t)4 << 20) /* larger buffers are not kept */
+
+#define LONG_PIECE_BYTES ((size_t)1 << 16) /* merging one takes milliseconds */
 
 nb_status nbi_ids_grow(nbi_ids *ids)
 {
@@ -124,10 +126,29 @@ static nb_status no_memory(job *j)
     return nbi_fail(j->err, NB_NO_MEMORY, "out of memory while encoding");
 }
 
+static nb_status too_many(job *j)
+{
+    return nbi_fail(j->err, NB_TOO_LARGE, "the text has more than %zu tokens", j->ids->max);
+}
+
+/* A piece without end need not be merged to see that it is too long, if no byte of it can vanish.
+ */
+static bool is_hopeless(const job *j, size_t n)
+{
+    if (n < LONG_PIECE_BYTES || j->ids->len + n / nbi_bpe_bytes_max(j->t->bpe) <= j->ids->max)
+        return false;
+    for (int byte = 0; byte < 256; byte++) {
+        if (nbi_bpe_find(j->t->bpe, &(char){(char)byte}, 1) < 0) return false;
+    }
+    return true;
+}
+
 static nb_status encode_piece(void *arg, const uint8_t *piece, size_t n)
 {
     job *j = arg;
-    return nbi_bpe_encode(j->t->bpe, j->e->bpe, piece, n, j->ids) == NB_OK ? NB_OK : no_memory(j);
+    if (j->ids->max && is_hopeless(j, n)) return too_many(j);
+    if (nbi_bpe_encode(j->t->bpe, j->e->bpe, piece, n, j->ids) != NB_OK) return no_memory(j);
+    return j->ids->max && j->ids->len > j->ids->max ? too_many(j) : NB_OK;
 }
 
 /* Valid, normalized text without added tokens. `base` is unused: the signature is that of a
@@ -213,6 +234,7 @@ static nb_status split_added(job *j, const nbi_added_set *set, const char *text,
         if (a->rstrip) end = spaces_after(text, n, end);
         if (done < start) NB_TRY(part(j, text + done, start - done, base + done));
         if (nbi_ids_add(j->ids, a->id) != NB_OK) return no_memory(j);
+        if (j->ids->max && j->ids->len > j->ids->max) return too_many(j);
         done = end;
     }
     return done < n ? part(j, text + done, n - done, base + done) : NB_OK;

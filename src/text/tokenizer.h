@@ -26,6 +26,7 @@ typedef struct nbi_tokenizer nbi_tokenizer;
 typedef struct nbi_ids {
     int32_t *data; /* [len], from nbi_malloc */
     size_t len, cap;
+    size_t max; /* most that encoding may make it, 0: any number */
 } nbi_ids;
 
 nb_status nbi_ids_grow(nbi_ids *ids); /* room for at least one more; NB_NO_MEMORY */
@@ -53,8 +54,8 @@ typedef struct nbi_range {
 
 /* Appends the ids of text[0..n) to *ids. `parse_special`: added tokens (special or not) in the text
  * become their ids, else all is plain text. On failure *ids keeps what it had. Time is linear in n
- * but for a factor log(piece length) in single pieces. NB_TOO_LARGE for n >= 2^31 or a pattern
- * beyond its match limit. */
+ * but for a factor log(piece length) in single pieces. NB_TOO_LARGE for n >= 2^31, a pattern beyond
+ * its match limit, or as soon as there would be more than ids->max. */
 nb_status nbi_tokenizer_encode(const nbi_tokenizer *tokenizer, const char *text, size_t n,
                                bool parse_special, nbi_ids *ids, nb_error *err);
 

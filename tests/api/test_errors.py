@@ -150,6 +150,21 @@ def test_chat_too_long(server, limit):
     assert str(limit) in error["message"]
 
 
+@pytest.mark.parametrize("path,body", [("/v1/completions", {}), ("/v1/chat/completions", {}), ("/generate", {}), ("/v1/responses", {}),
+                                       ("/v1/completions", {"truncate_prompt_tokens": 5}), ("/tokenize", {}),
+                                       ("/v1/messages/count_tokens", {})], ids=lambda v: str(v)[:24])
+def test_encoding_ends_early(server, limit, path, body):
+    """Text that is far too long is not encoded to its end: two contexts, or 16 where the end of it or its length is wanted."""
+    times = 16 if "token" in str((path, body)) else 2
+    text = "a b c d " * (5 * limit)  # 20 contexts
+    field = {"/generate": "text", "/v1/responses": "input"}.get(path, "prompt")
+    chat = "chat" in path or "messages" in path
+    content = {"messages": [{"role": "user", "content": text}]} if chat else {field: text}
+    reply = server.post(path, {**content, **body})
+    assert reply.status_code == 400
+    assert f"more than {times * limit} tokens" in reply.text and f"holds {limit}" in reply.text
+
+
 def test_second_prompt_too_long(server, limit):
     error_of(server.post("/v1/completions", {"prompt": [[1], [7] * (limit + 1)], "max_tokens": 1}), param="prompt[1]")
 

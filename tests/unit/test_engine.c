@@ -249,7 +249,7 @@ static void drafts_of_the_embedded_model_are_good(void **state)
         static const char text[] = "Once upon a time in a land far away there was";
         nb_request_options ro = {0};
         int32_t *ids = NULL;
-        assert_int_equal(nb_tokenize(e, text, strlen(text), false, &ids, &ro.n_prompt, NULL),
+        assert_int_equal(nb_tokenize(e, text, strlen(text), false, 0, &ids, &ro.n_prompt, NULL),
                          NB_OK);
         ro.prompt = ids;
         nb_sampling_default(e, &ro.sampling);

@@ -130,6 +130,44 @@ static void test_guarded_ranges(void **state)
     nbi_tokenizer_close(&t);
 }
 
+/* As many ids as may be are encoded, one more is refused: in words, in one long piece, as added
+ * tokens; what was in the list stays. */
+static void test_most_ids(void **state)
+{
+    (void)state;
+    static char long_piece[1 << 20];
+    nbi_tokenizer *t = open_small();
+    memset(long_piece, 'a', sizeof long_piece);
+    const struct {
+        const char *text;
+        size_t n;
+    } texts[] = {
+        {"hello world hello world", 23}, {long_piece, sizeof long_piece}, {"<|user|><|user|>", 16}};
+    for (size_t i = 0; i < sizeof texts / sizeof *texts; i++) {
+        nbi_ids all = {0}, some = {0};
+        nb_error err;
+        assert_int_equal(nbi_tokenizer_encode(t, texts[i].text, texts[i].n, true, &all, NULL),
+                         NB_OK);
+        assert_int_equal(nbi_ids_add(&some, 7), NB_OK);
+        some.max = all.len + 1;
+        assert_int_equal(nbi_tokenizer_encode(t, texts[i].text, texts[i].n, true, &some, NULL),
+                         NB_OK);
+        assert_int_equal(some.len, all.len + 1);
+        some.len = 1;
+        some.max = all.len;
+        assert_int_equal(nbi_tokenizer_encode(t, texts[i].text, texts[i].n, true, &some, &err),
+                         NB_TOO_LARGE);
+        assert_non_null(strstr(err.text, "more than"));
+        assert_int_equal(some.len, 1);
+        some.max = 2; /* long before its end */
+        assert_int_equal(nbi_tokenizer_encode(t, texts[i].text, texts[i].n, true, &some, &err),
+                         all.len + 1 > 2 ? NB_TOO_LARGE : NB_OK);
+        nbi_ids_free(&all);
+        nbi_ids_free(&some);
+    }
+    nbi_tokenizer_close(&t);
+}
+
 static uint64_t cpu_ns(void)
 {
     struct timespec t;
@@ -264,9 +302,10 @@ static void test_shared(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_small),         cmocka_unit_test(test_guarded_ranges),
-        cmocka_unit_test(test_long_piece),    cmocka_unit_test(test_threads),
-        cmocka_unit_test(test_out_of_memory), cmocka_unit_test(test_shared),
+        cmocka_unit_test(test_small),    cmocka_unit_test(test_guarded_ranges),
+        cmocka_unit_test(test_most_ids), cmocka_unit_test(test_long_piece),
+        cmocka_unit_test(test_threads),  cmocka_unit_test(test_out_of_memory),
+        cmocka_unit_test(test_shared),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -6,10 +6,16 @@
     tools/bench/scheduling.py batch    tokens per second at 64 streams, beside `nibble bench decode --batch 64`
     tools/bench/scheduling.py cost     CPU time of a decode step outside the model, at 256 running requests
 
-Options: --build, --model, --threads, --prompt-tokens; whatever else is given goes to `nibble serve`.
+Options: --build, --model, --threads, --prompt-tokens; whatever else is given goes to `nibble serve`. Prompts that are longer than
+the model's context get a copy of its folder that claims a longer one: what the answers say does not matter here.
+
+`cost --perf` says where the time goes, by thread: `kernel`; `host`, which is what the folders engine, server, text and base do,
+with locks and the clock; `copies`, memcpy() and its like, of whom cannot be seen; and for the engine's threads `model`, the rest.
 """
 
 import argparse
+import collections
+import contextlib
 import json
 import pathlib
 import random
@@ -17,6 +23,7 @@ import selectors
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 
@@ -120,13 +127,49 @@ def batch(args, server):
                       "share": round(rate / bench["tokens_per_s"], 3)}))
 
 
+WAITING = ("nbi_pool_run", "worker_main")  # in base/thread.c: the model's threads waiting for each other
+
+
+def host_symbols(build):
+    """Functions of the scheduler's and the server's folders, by the names of the object files."""
+    rooms = ("/src/engine/", "/src/server/", "/src/text/", "/src/base/")
+    names = set()
+    for path in pathlib.Path(build).rglob("*.o"):
+        if any(room in str(path) for room in rooms):
+            listing = subprocess.run(["nm", str(path)], capture_output=True, text=True, check=True).stdout
+            names |= {fields[2] for fields in map(str.split, listing.splitlines()) if len(fields) == 3 and fields[1] in "tT"}
+    return names - set(WAITING)
+
+
+def shares(args, data):
+    """{thread: {kind: ms per step}} and the dearest functions outside the model."""
+    host, kinds, functions = host_symbols(args.build), {}, collections.Counter()
+    samples = subprocess.run(["perf", "script", "-i", data, "-F", "comm,period,ip,sym,dso"], capture_output=True, text=True, check=True).stdout
+    for line in samples.splitlines():
+        fields = line.split()
+        if len(fields) < 5:
+            continue
+        thread, ms, symbol, library = fields[0], int(fields[1]) / args.tokens / 1e6, fields[3].split("+")[0], fields[-1]
+        if "kernel" in library:
+            kind = "kernel"
+        elif "libc" in library and "mem" in symbol:
+            kind = "copies"
+        elif "libc" in library or "vdso" in library or "microhttpd" in library or symbol in host:
+            kind = "host"
+        else:
+            kind = "model"
+        kinds.setdefault(thread, collections.Counter())[kind] += ms
+        if kind != "model":
+            functions[f"{thread} {kind} {symbol}"] += ms
+    return kinds, functions
+
+
 def cost(args, server):
-    """`server`: HTTP and sender threads. The engine's thread outside the model: from a profile of it (perf)."""
-    n = 256
+    n, data = 256, str(pathlib.Path(tempfile.gettempdir()) / f"nibble-perf-{server.process.pid}")
     run(server, n, 4, True)
     before = server.cpu()
     profile = subprocess.Popen(["perf", "record", "-q", "-e", "cpu-clock", "-F", "5000", "-p", str(server.process.pid), "-o",
-                                "/tmp/nibble-perf.data"], stderr=subprocess.DEVNULL) if args.perf else None
+                                data], stderr=subprocess.DEVNULL) if args.perf else None
     run(server, n, args.tokens, True)
     after = server.cpu()
     if profile:
@@ -137,9 +180,28 @@ def cost(args, server):
         spent[name] = spent.get(name, 0) + ns - before.get(tid, (name, 0))[1]
     print(json.dumps({"running": n, "ms_per_step": {k: round(v / args.tokens / 1e6, 3) for k, v in spent.items()}}))
     if profile:
-        report = subprocess.run(["perf", "report", "-i", "/tmp/nibble-perf.data", "--sort", "comm,dso,symbol", "--percent-limit", "0.02",
-                                 "--stdio", "-g", "none"], capture_output=True, text=True).stdout
-        print("\n".join(line for line in report.splitlines() if line.strip() and not line.startswith("#")))
+        kinds, functions = shares(args, data)
+        pathlib.Path(data).unlink()
+        for thread, by_kind in kinds.items():
+            print(json.dumps({"thread": thread, "ms_per_step": {k: round(v, 3) for k, v in by_kind.most_common()}}))
+        for name, ms in functions.most_common(30):
+            print(f"{1e3 * ms:8.1f} us  {name}")
+
+
+@contextlib.contextmanager
+def long_enough(args):
+    """The model, or a copy whose context holds the prompt and eight streams' answers."""
+    config = json.loads((pathlib.Path(args.model) / "config.json").read_text())
+    if args.prompt_tokens + 1 < config["max_position_embeddings"]:
+        yield args.model
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        for path in pathlib.Path(args.model).resolve().iterdir():
+            (pathlib.Path(folder) / path.name).symlink_to(path)
+        (pathlib.Path(folder) / "config.json").unlink()
+        config["max_position_embeddings"] = -(-args.prompt_tokens // 8192) * 8192 + 8192
+        (pathlib.Path(folder) / "config.json").write_text(json.dumps(config))
+        yield folder
 
 
 def main():
@@ -155,11 +217,12 @@ def main():
     args, options = parser.parse_known_args()
     if args.what == "cost":
         options += ["--max-running-requests", "256"]
-    server = Server(args, options)
-    try:
-        {"gap": gap, "prefix": prefix, "batch": batch, "cost": cost}[args.what](args, server)
-    finally:
-        server.stop()
+    with long_enough(args) as args.model:
+        server = Server(args, options)
+        try:
+            {"gap": gap, "prefix": prefix, "batch": batch, "cost": cost}[args.what](args, server)
+        finally:
+            server.stop()
 
 
 if __name__ == "__main__":
