@@ -114,11 +114,11 @@ int main()
         double before = 0, before_mb = 0;
         for (int mb : sizes) {
             size_t bytes = (size_t)mb * 1000000 / PIECE * PIECE, slots = pool / bytes;
-            int launches = (int)std::min<size_t>(slots, 100);
+            int launches = (int)std::min<size_t>(slots, (size_t)std::max(40, 320 / mb));
             auto call = [&](int i, cudaStream_t s) { // spread over the pool: nothing is left in L2
                 const uint8_t *at =
                     (const uint8_t *)p + (size_t)i * (slots / (size_t)launches) * bytes;
-                launch(f.kernel, f.blocks, f.threads, f.smem, f.pdl, s, (const uint4 *)at,
+                launch(f.kernel, f.blocks, f.threads, f.smem, f.pdl && i > 0, s, (const uint4 *)at,
                        bytes / 16, out);
             };
             CK(cudaMemset(out, 0, 4));
