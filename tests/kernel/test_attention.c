@@ -1,6 +1,6 @@
 /* MLA and GQA against float64 oracles written from the contract in backend.h, for every level of
  * this machine; and the rule that a row's bits depend on the row alone (batch, chunks, threads). */
-#include "operator_util.h"
+#include "attention_util.h"
 
 #define LEVELS(level) \
     for (nbi_cpu_level level = NBI_CPU_REFERENCE; level <= nbi_cpu_detect(); level++)
@@ -18,173 +18,11 @@ static uint32_t first_threads(nbi_cpu_level level)
     return level == NBI_CPU_REFERENCE ? 3 : 1;
 }
 
-static nbi_limits limits_of(uint32_t rows, uint32_t ctx)
-{
-    return (nbi_limits){.max_rows = rows, .max_seqs = 8, .max_context = ctx, .max_logit_rows = 1};
-}
-
 /* ---------------------------------------------------------------- MLA attend */
 
-typedef struct mla_case {
-    uint32_t heads, nope, rope, lora, v;
-    nbi_dtype cache;
-    nbi_weight_kind kind;
-    uint32_t topk; /* 0: dense */
-} mla_case;
-
-typedef struct mla_data {
-    mla_case c;
-    op_batch batch;
-    nbi_kv_layer kv;
-    nbi_weight kv_b;
-    float *q, *out, *w; /* w: decoded kv_b */
-    void *data, *scales;
-    int32_t *select;
-    float scale;
-} mla_data;
-
-/* kv_b of the wanted kind; d->w is what it decodes to. */
-static void make_weight(mla_data *d)
+static void run_mla(nbi_cpu *cpu, const at_mla *d, const nbi_batch *b, uint32_t first, float *out)
 {
-    const mla_case *c = &d->c;
-    const uint32_t rows = c->heads * (c->nope + c->v), cols = c->lora;
-    const size_t n = (size_t)rows * cols;
-    float *w = op_floats(n);
-    op_fill(w, n, 0.2f);
-    nbi_matrix *m = &d->kv_b.host;
-    *m = (nbi_matrix){
-        .kind = c->kind, .rows = rows, .cols = cols, .global_scale = 1, .name = "kv_b"};
-    if (c->kind == NBI_WEIGHT_F32) {
-        d->data = op_cache(NBI_F32, w, n);
-    } else if (c->kind == NBI_WEIGHT_NVFP4) {
-        d->data = op_alloc(n / 2);
-        d->scales = op_alloc(n / 16);
-        nb_error err;
-        assert_int_equal(
-            nbi_nvfp4_quantize(w, rows, cols, 0, d->data, d->scales, &m->global_scale, &err),
-            NB_OK);
-    } else if (c->kind == NBI_WEIGHT_FP8_BLOCK) {
-        const uint32_t br = (rows + 127) / 128, bc = (cols + 127) / 128;
-        uint8_t *codes = d->data = op_alloc(n);
-        float *scales = d->scales = op_floats((size_t)br * bc);
-        for (size_t i = 0; i < n; i++) codes[i] = nbi_f32_e4m3(w[i] * 100);
-        for (uint32_t i = 0; i < br * bc; i++) scales[i] = op_uniform(0.005f, 0.02f);
-    } else if (c->kind == NBI_WEIGHT_F16) {
-        uint16_t *h = d->data = op_alloc(n * 2);
-        for (size_t i = 0; i < n; i++) h[i] = nbi_f32_f16(w[i]);
-    } else {
-        d->data = op_cache(NBI_BF16, w, n);
-    }
-    m->data = d->data;
-    m->scales = d->scales;
-    for (uint32_t r = 0; r < rows; r++) nbi_matrix_row(m, r, w + (size_t)r * cols);
-    d->w = w;
-}
-
-static void make_mla(mla_data *d, const mla_case *c, const uint32_t *lengths, const uint32_t *rows,
-                     uint32_t n_seqs)
-{
-    memset(d, 0, sizeof *d);
-    d->c = *c;
-    op_batch_make(&d->batch, lengths, rows, n_seqs);
-    const uint32_t T = d->batch.b.n_rows;
-    const size_t n = (size_t)d->batch.n_pages * NBI_PAGE_TOKENS * (c->lora + c->rope);
-    float *latent = op_floats(n);
-    op_fill(latent, n, 1.0f);
-    /* What no row sees must not matter: slots behind the sequences hold NaN. */
-    for (size_t i = 0; i < n; i++) latent[i] = NAN;
-    for (uint32_t s = 0; s < n_seqs; s++)
-        for (uint32_t p = 0; p < lengths[s]; p++)
-            op_fill(latent + op_slot(&d->batch, s, p) * (c->lora + c->rope), c->lora + c->rope, 1);
-    d->kv = (nbi_kv_layer){.dtype = c->cache, .latent = op_cache(c->cache, latent, n)};
-    op_free(latent);
-    make_weight(d);
-    d->q = op_floats((size_t)T * c->heads * (c->nope + c->rope));
-    op_fill(d->q, (size_t)T * c->heads * (c->nope + c->rope), 1);
-    d->out = op_floats((size_t)T * c->heads * c->v);
-    d->scale = 1.0f / sqrtf((float)(c->nope + c->rope));
-    if (c->topk) { /* a random ascending subset per row */
-        d->select = op_alloc((size_t)T * c->topk * sizeof(int32_t));
-        for (uint32_t t = 0; t < T; t++) {
-            const uint32_t len = (uint32_t)d->batch.pos[t] + 1;
-            uint32_t need = len < c->topk ? len : c->topk, k = 0;
-            for (uint32_t p = 0; p < len; p++)
-                if (op_below(len - p) < need) {
-                    d->select[t * c->topk + k++] = (int32_t)p;
-                    need--;
-                }
-            for (; k < c->topk; k++) d->select[t * c->topk + k] = -1;
-        }
-    }
-}
-
-static void free_mla(mla_data *d)
-{
-    op_batch_free(&d->batch);
-    op_free(d->kv.latent);
-    op_free(d->q);
-    op_free(d->out);
-    op_free(d->w);
-    op_free(d->data);
-    op_free(d->scales);
-    op_free(d->select);
-}
-
-/* Plain form: keys and values are expanded per position, so nothing is shared with the absorbed
- * form. */
-static void oracle_mla(const mla_data *d, uint32_t t, uint32_t h, double *out)
-{
-    const mla_case *c = &d->c;
-    const uint32_t width = c->lora + c->rope, seq = (uint32_t)d->batch.seq[t];
-    const uint32_t len = (uint32_t)d->batch.pos[t] + 1;
-    const float *q = d->q + ((size_t)t * c->heads + h) * (c->nope + c->rope);
-    const float *w = d->w + (size_t)h * (c->nope + c->v) * c->lora;
-    double *s = malloc(len * sizeof *s), max = -INFINITY, sum = 0;
-    uint32_t *at = malloc(len * sizeof *at), n = 0;
-    for (uint32_t p = 0; p < len; p++) {
-        if (!d->select)
-            at[n++] = p;
-        else
-            for (uint32_t k = 0; k < c->topk; k++)
-                if (d->select[t * c->topk + k] == (int32_t)p) at[n++] = p;
-    }
-    for (uint32_t j = 0; j < n; j++) {
-        const size_t base = op_slot(&d->batch, seq, at[j]) * width;
-        s[j] = 0;
-        for (uint32_t i = 0; i < c->nope; i++) {
-            double k = 0;
-            for (uint32_t l = 0; l < c->lora; l++)
-                k += (double)w[(size_t)i * c->lora + l] *
-                     op_cache_at(d->kv.latent, c->cache, base + l);
-            s[j] += (double)q[i] * k;
-        }
-        for (uint32_t i = 0; i < c->rope; i++)
-            s[j] +=
-                (double)q[c->nope + i] * op_cache_at(d->kv.latent, c->cache, base + c->lora + i);
-        s[j] *= (double)d->scale;
-        if (s[j] > max) max = s[j];
-    }
-    for (uint32_t j = 0; j < n; j++) sum += exp(s[j] - max);
-    double *ol = calloc(c->lora, sizeof *ol);
-    for (uint32_t j = 0; j < n; j++) {
-        const double p = exp(s[j] - max) / sum;
-        const size_t base = op_slot(&d->batch, seq, at[j]) * width;
-        for (uint32_t l = 0; l < c->lora; l++)
-            ol[l] += p * op_cache_at(d->kv.latent, c->cache, base + l);
-    }
-    for (uint32_t i = 0; i < c->v; i++) {
-        out[i] = 0;
-        for (uint32_t l = 0; l < c->lora; l++)
-            out[i] += (double)w[(size_t)(c->nope + i) * c->lora + l] * ol[l];
-    }
-    free(s);
-    free(at);
-    free(ol);
-}
-
-static void run_mla(nbi_cpu *cpu, const mla_data *d, const nbi_batch *b, uint32_t first, float *out)
-{
-    const mla_case *c = &d->c;
+    const at_mla_case *c = &d->c;
     const nbi_mla_attend_args a = {
         .out = out,
         .q = d->q + (size_t)first * c->heads * (c->nope + c->rope),
@@ -203,27 +41,16 @@ static void run_mla(nbi_cpu *cpu, const mla_data *d, const nbi_batch *b, uint32_
     cpu->base.ops->mla_attend(&cpu->base, &a);
 }
 
-static nbi_limits mla_limits(const mla_case *c, uint32_t rows, uint32_t ctx)
-{
-    nbi_limits l = limits_of(rows, ctx);
-    l.n_heads = c->heads;
-    l.kv_lora = c->lora;
-    l.rope_dim = c->rope;
-    l.nope_dim = c->nope;
-    l.v_dim = c->v;
-    return l;
-}
-
-static void check_mla(const mla_case *c, const uint32_t *lengths, const uint32_t *rows,
+static void check_mla(const at_mla_case *c, const uint32_t *lengths, const uint32_t *rows,
                       uint32_t n_seqs)
 {
-    mla_data d;
-    make_mla(&d, c, lengths, rows, n_seqs);
+    at_mla d;
+    at_make_mla(&d, c, lengths, rows, n_seqs);
     const uint32_t T = d.batch.b.n_rows;
-    const nbi_limits limits = mla_limits(c, T, d.batch.b.max_len);
+    const nbi_limits limits = at_mla_limits(c, T, d.batch.b.max_len);
     double *want = malloc((size_t)T * c->heads * c->v * sizeof *want);
     for (uint32_t i = 0; i < T * c->heads; i++)
-        oracle_mla(&d, i / c->heads, i % c->heads, want + (size_t)i * c->v);
+        at_oracle_mla(&d, i / c->heads, i % c->heads, want + (size_t)i * c->v);
     LEVELS(level)
     {
         nbi_cpu *cpu = op_open(level, 2, &limits);
@@ -244,14 +71,14 @@ static void check_mla(const mla_case *c, const uint32_t *lengths, const uint32_t
         op_close(cpu);
     }
     free(want);
-    free_mla(&d);
+    at_free_mla(&d);
 }
 
 static void test_mla_shapes(void **state)
 {
     (void)state;
     static const uint32_t lengths[] = {1, 2, 63, 64, 65}, rows[] = {1, 2, 1, 2, 3};
-    static const mla_case cases[] = {
+    static const at_mla_case cases[] = {
         {1, 16, 8, 32, 16, NBI_F32, NBI_WEIGHT_F32, 0},
         {3, 20, 8, 32, 24, NBI_BF16, NBI_WEIGHT_BF16, 0},
         {20, 24, 64, 512, 32, NBI_BF16, NBI_WEIGHT_BF16, 0},
@@ -271,19 +98,19 @@ static void test_mla_long(void **state)
 {
     (void)state;
     const uint32_t one[] = {1000}, two[] = {2};
-    check_mla(&(mla_case){3, 16, 8, 32, 16, NBI_F32, NBI_WEIGHT_F32, 0}, one, two, 1);
-    check_mla(&(mla_case){3, 16, 8, 32, 16, NBI_BF16, NBI_WEIGHT_BF16, 700}, one, two, 1);
+    check_mla(&(at_mla_case){3, 16, 8, 32, 16, NBI_F32, NBI_WEIGHT_F32, 0}, one, two, 1);
+    check_mla(&(at_mla_case){3, 16, 8, 32, 16, NBI_BF16, NBI_WEIGHT_BF16, 700}, one, two, 1);
     const uint32_t longer[] = {17000, 513};
-    check_mla(&(mla_case){2, 4, 8, 16, 4, NBI_F32, NBI_WEIGHT_F32, 0}, longer, two, 1);
+    check_mla(&(at_mla_case){2, 4, 8, 16, 4, NBI_F32, NBI_WEIGHT_F32, 0}, longer, two, 1);
     const uint32_t both[] = {2, 2};
-    check_mla(&(mla_case){2, 4, 8, 16, 4, NBI_BF16, NBI_WEIGHT_F32, 0}, longer, both, 2);
+    check_mla(&(at_mla_case){2, 4, 8, 16, 4, NBI_BF16, NBI_WEIGHT_F32, 0}, longer, both, 2);
 }
 
 /* One batch, row by row, in chunks, with 1 to 3 threads: the same bits. */
 static void test_mla_bits(void **state)
 {
     (void)state;
-    static const mla_case cases[] = {
+    static const at_mla_case cases[] = {
         {20, 24, 8, 96, 16, NBI_BF16, NBI_WEIGHT_BF16, 0},
         {3, 24, 8, 40, 16, NBI_F32, NBI_WEIGHT_BF16, 0},
         {4, 16, 8, 64, 16, NBI_BF16, NBI_WEIGHT_NVFP4, 100},
@@ -291,11 +118,11 @@ static void test_mla_bits(void **state)
     };
     const uint32_t lengths[] = {530, 70, 1}, rows[] = {24, 70, 1};
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
-        mla_data d;
-        make_mla(&d, &cases[i], lengths, rows, 3);
+        at_mla d;
+        at_make_mla(&d, &cases[i], lengths, rows, 3);
         const uint32_t T = d.batch.b.n_rows;
         const size_t width = (size_t)cases[i].heads * cases[i].v;
-        const nbi_limits limits = mla_limits(&cases[i], T, 530);
+        const nbi_limits limits = at_mla_limits(&cases[i], T, 530);
         float *other = op_floats(T * width);
         LEVELS(level)
         {
@@ -323,92 +150,13 @@ static void test_mla_bits(void **state)
             }
         }
         op_free(other);
-        free_mla(&d);
+        at_free_mla(&d);
     }
 }
 
 /* ---------------------------------------------------------------- GQA attend */
 
-typedef struct gqa_case {
-    uint32_t heads, kv_heads, dim;
-    nbi_dtype cache;
-} gqa_case;
-
-typedef struct gqa_data {
-    gqa_case c;
-    op_batch batch;
-    nbi_kv_layer kv;
-    float *q, *out, scale;
-} gqa_data;
-
-static size_t gqa_at(const gqa_data *d, uint32_t seq, uint32_t pos, uint32_t kv)
-{
-    const size_t slot = op_slot(&d->batch, seq, pos);
-    return ((slot / NBI_PAGE_TOKENS * d->c.kv_heads + kv) * NBI_PAGE_TOKENS +
-            slot % NBI_PAGE_TOKENS) *
-           d->c.dim;
-}
-
-static void make_gqa(gqa_data *d, const gqa_case *c, const uint32_t *lengths, const uint32_t *rows,
-                     uint32_t n_seqs)
-{
-    memset(d, 0, sizeof *d);
-    d->c = *c;
-    op_batch_make(&d->batch, lengths, rows, n_seqs);
-    const size_t n = (size_t)d->batch.n_pages * NBI_PAGE_TOKENS * c->kv_heads * c->dim;
-    float *k = op_floats(n), *v = op_floats(n); /* NaN where nothing was appended */
-    for (uint32_t s = 0; s < n_seqs; s++)
-        for (uint32_t p = 0; p < lengths[s]; p++)
-            for (uint32_t h = 0; h < c->kv_heads; h++) {
-                op_fill(k + gqa_at(d, s, p, h), c->dim, 1);
-                op_fill(v + gqa_at(d, s, p, h), c->dim, 1);
-            }
-    d->kv = (nbi_kv_layer){
-        .dtype = c->cache, .k = op_cache(c->cache, k, n), .v = op_cache(c->cache, v, n)};
-    op_free(k);
-    op_free(v);
-    const size_t nq = (size_t)d->batch.b.n_rows * c->heads * c->dim;
-    d->q = op_floats(nq);
-    d->out = op_floats(nq);
-    op_fill(d->q, nq, 1);
-    d->scale = 1.0f / sqrtf((float)c->dim);
-}
-
-static void free_gqa(gqa_data *d)
-{
-    op_batch_free(&d->batch);
-    op_free(d->kv.k);
-    op_free(d->kv.v);
-    op_free(d->q);
-    op_free(d->out);
-}
-
-static void oracle_gqa(const gqa_data *d, uint32_t t, uint32_t h, double *out)
-{
-    const gqa_case *c = &d->c;
-    const uint32_t seq = (uint32_t)d->batch.seq[t], len = (uint32_t)d->batch.pos[t] + 1;
-    const uint32_t kv = h / (c->heads / c->kv_heads);
-    const float *q = d->q + ((size_t)t * c->heads + h) * c->dim;
-    double *s = malloc(len * sizeof *s), max = -INFINITY, sum = 0;
-    for (uint32_t p = 0; p < len; p++) {
-        const size_t at = gqa_at(d, seq, p, kv);
-        s[p] = 0;
-        for (uint32_t i = 0; i < c->dim; i++)
-            s[p] += (double)q[i] * op_cache_at(d->kv.k, c->cache, at + i);
-        s[p] *= (double)d->scale;
-        if (s[p] > max) max = s[p];
-    }
-    memset(out, 0, c->dim * sizeof *out);
-    for (uint32_t p = 0; p < len; p++) sum += exp(s[p] - max);
-    for (uint32_t p = 0; p < len; p++) {
-        const size_t at = gqa_at(d, seq, p, kv);
-        for (uint32_t i = 0; i < c->dim; i++)
-            out[i] += exp(s[p] - max) / sum * op_cache_at(d->kv.v, c->cache, at + i);
-    }
-    free(s);
-}
-
-static void run_gqa(nbi_cpu *cpu, const gqa_data *d, const nbi_batch *b, uint32_t first, float *out)
+static void run_gqa(nbi_cpu *cpu, const at_gqa *d, const nbi_batch *b, uint32_t first, float *out)
 {
     const nbi_gqa_attend_args a = {.out = out,
                                    .q = d->q + (size_t)first * d->c.heads * d->c.dim,
@@ -421,31 +169,22 @@ static void run_gqa(nbi_cpu *cpu, const gqa_data *d, const nbi_batch *b, uint32_
     cpu->base.ops->gqa_attend(&cpu->base, &a);
 }
 
-static nbi_limits gqa_limits(const gqa_case *c, uint32_t rows, uint32_t ctx)
-{
-    nbi_limits l = limits_of(rows, ctx);
-    l.n_heads = c->heads;
-    l.n_kv_heads = c->kv_heads;
-    l.head_dim = c->dim;
-    return l;
-}
-
-static const gqa_case gqa_cases[] = {
+static const at_gqa_case gqa_cases[] = {
     {1, 1, 32, NBI_F32},  {3, 1, 96, NBI_BF16}, {8, 1, 128, NBI_BF16}, {16, 2, 128, NBI_F32},
     {6, 6, 32, NBI_BF16}, {9, 3, 20, NBI_F32},  {70, 1, 8, NBI_BF16},
 };
 #define N_GQA (sizeof gqa_cases / sizeof *gqa_cases)
 
-static void check_gqa(const gqa_case *c, const uint32_t *lengths, const uint32_t *rows,
+static void check_gqa(const at_gqa_case *c, const uint32_t *lengths, const uint32_t *rows,
                       uint32_t n_seqs)
 {
-    gqa_data d;
-    make_gqa(&d, c, lengths, rows, n_seqs);
+    at_gqa d;
+    at_make_gqa(&d, c, lengths, rows, n_seqs);
     const uint32_t T = d.batch.b.n_rows;
-    const nbi_limits limits = gqa_limits(c, T, d.batch.b.max_len);
+    const nbi_limits limits = at_gqa_limits(c, T, d.batch.b.max_len);
     double *want = malloc((size_t)T * c->heads * c->dim * sizeof *want);
     for (uint32_t i = 0; i < T * c->heads; i++)
-        oracle_gqa(&d, i / c->heads, i % c->heads, want + (size_t)i * c->dim);
+        at_oracle_gqa(&d, i / c->heads, i % c->heads, want + (size_t)i * c->dim);
     LEVELS(level)
     {
         nbi_cpu *cpu = op_open(level, 2, &limits);
@@ -463,7 +202,7 @@ static void check_gqa(const gqa_case *c, const uint32_t *lengths, const uint32_t
         op_close(cpu);
     }
     free(want);
-    free_gqa(&d);
+    at_free_gqa(&d);
 }
 
 static void test_gqa_shapes(void **state)
@@ -472,7 +211,7 @@ static void test_gqa_shapes(void **state)
     static const uint32_t lengths[] = {1, 2, 63, 64, 65, 1000}, rows[] = {1, 2, 1, 20, 3, 5};
     for (size_t i = 0; i < N_GQA; i++) check_gqa(&gqa_cases[i], lengths, rows, 6);
     const uint32_t longer[] = {16390}, few[] = {8}; /* pieces change their length inside a group */
-    check_gqa(&(gqa_case){2, 1, 8, NBI_F32}, longer, few, 1);
+    check_gqa(&(at_gqa_case){2, 1, 8, NBI_F32}, longer, few, 1);
 }
 
 static void test_gqa_bits(void **state)
@@ -480,11 +219,11 @@ static void test_gqa_bits(void **state)
     (void)state;
     const uint32_t lengths[] = {600, 70, 1}, rows[] = {40, 70, 1};
     for (size_t i = 0; i < N_GQA; i++) {
-        gqa_data d;
-        make_gqa(&d, &gqa_cases[i], lengths, rows, 3);
+        at_gqa d;
+        at_make_gqa(&d, &gqa_cases[i], lengths, rows, 3);
         const uint32_t T = d.batch.b.n_rows;
         const size_t width = (size_t)gqa_cases[i].heads * gqa_cases[i].dim;
-        const nbi_limits limits = gqa_limits(&gqa_cases[i], T, 600);
+        const nbi_limits limits = at_gqa_limits(&gqa_cases[i], T, 600);
         float *other = op_floats(T * width);
         LEVELS(level)
         {
@@ -512,58 +251,11 @@ static void test_gqa_bits(void **state)
             }
         }
         op_free(other);
-        free_gqa(&d);
+        at_free_gqa(&d);
     }
 }
 
 /* ---------------------------------------------------------------- append */
-
-static void make_angles(float **cos_out, float **sin_out, const op_batch *b, uint32_t dim)
-{
-    const uint32_t T = b->b.n_rows, half = dim / 2;
-    *cos_out = op_floats((size_t)T * half);
-    *sin_out = op_floats((size_t)T * half);
-    for (uint32_t t = 0; t < T; t++)
-        for (uint32_t i = 0; i < half; i++) {
-            const double a = b->pos[t] * pow(10000.0, -2.0 * i / dim);
-            (*cos_out)[t * half + i] = (float)cos(a);
-            (*sin_out)[t * half + i] = (float)sin(a);
-        }
-}
-
-/* Rotation as complex numbers: pair i of the layout times exp(i angle). */
-static void oracle_rotate(double *x, uint32_t dim, bool interleaved, const float *cs,
-                          const float *sn)
-{
-    for (uint32_t i = 0; i < dim / 2; i++) {
-        const uint32_t a = interleaved ? 2 * i : i, b = interleaved ? 2 * i + 1 : i + dim / 2;
-        const double u = x[a], v = x[b];
-        x[a] = u * (double)cs[i] - v * (double)sn[i];
-        x[b] = v * (double)cs[i] + u * (double)sn[i];
-    }
-}
-
-static double cache_error(const void *cache, nbi_dtype dtype, size_t at, const double *want,
-                          uint32_t n)
-{
-    float *got = malloc(n * sizeof *got);
-    for (uint32_t i = 0; i < n; i++) got[i] = (float)op_cache_at(cache, dtype, at + i);
-    const double e = op_error(got, want, n);
-    free(got);
-    return e;
-}
-
-static double cache_bound(nbi_dtype dtype)
-{
-    return dtype == NBI_F32 ? 1e-6 : 0.004; /* BF16: half a unit of 8 bits */
-}
-
-static void oracle_norm(double *x, uint32_t n, const float *w, double eps)
-{
-    double sum = 0;
-    for (uint32_t i = 0; i < n; i++) sum += x[i] * x[i];
-    for (uint32_t i = 0; i < n; i++) x[i] = x[i] / sqrt(sum / n + eps) * (double)w[i];
-}
 
 static void check_mla_append(nbi_dtype dtype, bool interleaved)
 {
@@ -574,7 +266,7 @@ static void check_mla_append(nbi_dtype dtype, bool interleaved)
     const uint32_t T = b.b.n_rows;
     float *q = op_floats((size_t)T * H * (NOPE + ROPE)), *kv = op_floats((size_t)T * STRIDE);
     float *norm = op_floats(LORA), *cs, *sn;
-    make_angles(&cs, &sn, &b, ROPE);
+    at_angles(&cs, &sn, &b, ROPE);
     op_fill(kv, (size_t)T * STRIDE, 0.01f); /* small: eps shows */
     op_fill(norm, LORA, 1);
     float *q0 = op_floats((size_t)T * H * (NOPE + ROPE));
@@ -603,17 +295,17 @@ static void check_mla_append(nbi_dtype dtype, bool interleaved)
         for (uint32_t t = 0; t < T; t++) {
             double want[LORA + ROPE], wq[NOPE + ROPE];
             for (uint32_t i = 0; i < LORA + ROPE; i++) want[i] = (double)kv[t * STRIDE + i];
-            oracle_norm(want, LORA, norm, (double)1e-4f);
-            oracle_rotate(want + LORA, ROPE, interleaved, cs + t * ROPE / 2, sn + t * ROPE / 2);
+            at_norm(want, LORA, norm, (double)1e-4f);
+            at_rotate(want + LORA, ROPE, interleaved, cs + t * ROPE / 2, sn + t * ROPE / 2);
             const size_t at = op_slot(&b, (uint32_t)b.seq[t], (uint32_t)b.pos[t]) * (LORA + ROPE);
-            OP_ASSERT_ERROR(cache_error(latent, dtype, at, want, LORA), cache_bound(dtype),
+            OP_ASSERT_ERROR(at_cache_error(latent, dtype, at, want, LORA), at_cache_bound(dtype),
                             "latent row %u", t);
-            OP_ASSERT_ERROR(cache_error(latent, dtype, at + LORA, want + LORA, ROPE),
-                            cache_bound(dtype), "rope key row %u", t);
+            OP_ASSERT_ERROR(at_cache_error(latent, dtype, at + LORA, want + LORA, ROPE),
+                            at_cache_bound(dtype), "rope key row %u", t);
             for (uint32_t h = 0; h < H; h++) {
                 const size_t o = ((size_t)t * H + h) * (NOPE + ROPE);
                 for (uint32_t i = 0; i < NOPE + ROPE; i++) wq[i] = (double)q0[o + i];
-                oracle_rotate(wq + NOPE, ROPE, interleaved, cs + t * ROPE / 2, sn + t * ROPE / 2);
+                at_rotate(wq + NOPE, ROPE, interleaved, cs + t * ROPE / 2, sn + t * ROPE / 2);
                 OP_ASSERT_ERROR(op_error(q + o, wq, NOPE + ROPE), 1e-6, "q row %u head %u", t, h);
             }
         }
@@ -645,7 +337,7 @@ static void check_gqa_append(nbi_dtype dtype, bool normed, uint32_t rope_dim)
     const uint32_t T = b.b.n_rows;
     float *q0 = op_floats((size_t)T * H * D), *k0 = op_floats((size_t)T * KV * D);
     float *v = op_floats((size_t)T * KV * D), *qn = op_floats(D), *kn = op_floats(D), *cs, *sn;
-    make_angles(&cs, &sn, &b, rope_dim);
+    at_angles(&cs, &sn, &b, rope_dim);
     op_fill(q0, (size_t)T * H * D, 0.02f);
     op_fill(k0, (size_t)T * KV * D, 0.02f);
     op_fill(v, (size_t)T * KV * D, 1);
@@ -680,18 +372,20 @@ static void check_gqa_append(nbi_dtype dtype, bool normed, uint32_t rope_dim)
                 const float *src =
                     is_q ? q0 + ((size_t)t * H + h) * D : k0 + ((size_t)t * KV + h - H) * D;
                 for (uint32_t i = 0; i < D; i++) want[i] = (double)src[i];
-                if (normed) oracle_norm(want, D, is_q ? qn : kn, (double)1e-4f);
-                oracle_rotate(want, rope_dim, false, cs + t * half, sn + t * half);
+                if (normed) at_norm(want, D, is_q ? qn : kn, (double)1e-4f);
+                at_rotate(want, rope_dim, false, cs + t * half, sn + t * half);
                 const float *got =
                     is_q ? q + ((size_t)t * H + h) * D : k + ((size_t)t * KV + h - H) * D;
                 OP_ASSERT_ERROR(op_error(got, want, D), 1e-6, "gqa append row %u head %u", t, h);
                 if (is_q) continue;
                 const size_t slot = op_slot(&b, (uint32_t)b.seq[t], (uint32_t)b.pos[t]);
                 const size_t at = ((slot / 64 * KV + h - H) * 64 + slot % 64) * D;
-                OP_ASSERT_ERROR(cache_error(layer.k, dtype, at, want, D), cache_bound(dtype), "k");
+                OP_ASSERT_ERROR(at_cache_error(layer.k, dtype, at, want, D), at_cache_bound(dtype),
+                                "k");
                 for (uint32_t i = 0; i < D; i++)
                     want[i] = (double)v[((size_t)t * KV + h - H) * D + i];
-                OP_ASSERT_ERROR(cache_error(layer.v, dtype, at, want, D), cache_bound(dtype), "v");
+                OP_ASSERT_ERROR(at_cache_error(layer.v, dtype, at, want, D), at_cache_bound(dtype),
+                                "v");
             }
         }
         op_free(q);
@@ -721,8 +415,8 @@ static void test_gqa_append(void **state)
 
 typedef struct bench_run {
     nbi_cpu *cpu;
-    mla_data *mla;
-    gqa_data *gqa;
+    at_mla *mla;
+    at_gqa *gqa;
 } bench_run;
 
 static void bench_once(void *arg)
@@ -735,10 +429,10 @@ static void bench_once(void *arg)
 static void bench_mla(uint32_t heads, uint32_t ctx, uint32_t rows, nbi_dtype dtype,
                       double bandwidth)
 {
-    const mla_case c = {heads, 192, 64, 512, 256, dtype, NBI_WEIGHT_BF16, 0};
-    mla_data d;
-    make_mla(&d, &c, &ctx, &rows, 1);
-    const nbi_limits limits = mla_limits(&c, rows, ctx);
+    const at_mla_case c = {heads, 192, 64, 512, 256, dtype, NBI_WEIGHT_BF16, 0};
+    at_mla d;
+    at_make_mla(&d, &c, &ctx, &rows, 1);
+    const nbi_limits limits = at_mla_limits(&c, rows, ctx);
     double visible = 0;
     for (uint32_t t = 0; t < rows; t++) visible += d.batch.pos[t] + 1;
     const double gmac =
@@ -756,15 +450,15 @@ static void bench_mla(uint32_t heads, uint32_t ctx, uint32_t rows, nbi_dtype dty
                gmac / s, bytes * 1e-6, 100 * bytes / s / bandwidth);
         op_close(cpu);
     }
-    free_mla(&d);
+    at_free_mla(&d);
 }
 
 static void bench_gqa(uint32_t heads, uint32_t kv, uint32_t ctx, uint32_t rows, double bandwidth)
 {
-    const gqa_case c = {heads, kv, 128, NBI_BF16};
-    gqa_data d;
-    make_gqa(&d, &c, &ctx, &rows, 1);
-    const nbi_limits limits = gqa_limits(&c, rows, ctx);
+    const at_gqa_case c = {heads, kv, 128, NBI_BF16};
+    at_gqa d;
+    at_make_gqa(&d, &c, &ctx, &rows, 1);
+    const nbi_limits limits = at_gqa_limits(&c, rows, ctx);
     double visible = 0;
     for (uint32_t t = 0; t < rows; t++) visible += d.batch.pos[t] + 1;
     const double gmac = visible * heads * 256 * 1e-9, bytes = (double)ctx * kv * 128 * 2 * 2;
@@ -780,7 +474,7 @@ static void bench_gqa(uint32_t heads, uint32_t kv, uint32_t ctx, uint32_t rows, 
                100 * bytes / s / bandwidth);
         op_close(cpu);
     }
-    free_gqa(&d);
+    at_free_gqa(&d);
 }
 
 static void bench(void)

@@ -1,73 +1,10 @@
 /* DSA indexer: keys, scores and the choice of positions. The oracle computes every score in
  * float64; a chosen set is right when it is what the oracle would choose up to scores closer than
  * rounding. */
-#include "operator_util.h"
+#include "indexer_util.h"
 
 #define LEVELS(level) \
     for (nbi_cpu_level level = NBI_CPU_REFERENCE; level <= nbi_cpu_detect(); level++)
-
-typedef struct index_case {
-    uint32_t heads, dim, rope, topk;
-    nbi_dtype cache;
-    bool interleaved;
-} index_case;
-
-typedef struct index_data {
-    index_case c;
-    op_batch batch;
-    nbi_kv_layer kv;
-    nbi_rope_rows rope;
-    float *q, *w, *cs, *sn; /* q not yet rotated */
-} index_data;
-
-static void make(index_data *d, const index_case *c, const uint32_t *lengths, const uint32_t *rows,
-                 uint32_t n_seqs)
-{
-    memset(d, 0, sizeof *d);
-    d->c = *c;
-    op_batch_make(&d->batch, lengths, rows, n_seqs);
-    const uint32_t T = d->batch.b.n_rows, half = c->rope / 2;
-    const size_t n = (size_t)d->batch.n_pages * NBI_PAGE_TOKENS * c->dim;
-    float *k = op_floats(n); /* NaN where nothing was appended */
-    for (uint32_t s = 0; s < n_seqs; s++)
-        for (uint32_t p = 0; p < lengths[s]; p++)
-            op_fill(k + op_slot(&d->batch, s, p) * c->dim, c->dim, 1);
-    d->kv = (nbi_kv_layer){.dtype = c->cache, .index_k = op_cache(c->cache, k, n)};
-    op_free(k);
-    d->q = op_floats((size_t)T * c->heads * c->dim);
-    d->w = op_floats((size_t)T * c->heads);
-    op_fill(d->q, (size_t)T * c->heads * c->dim, 1);
-    op_fill(d->w, (size_t)T * c->heads, 1); /* negative weights too: scores below zero */
-    d->cs = op_floats((size_t)T * half);
-    d->sn = op_floats((size_t)T * half);
-    for (uint32_t i = 0; i < T * half; i++) {
-        const double a = op_uniform(-3, 3);
-        d->cs[i] = (float)cos(a);
-        d->sn[i] = (float)sin(a);
-    }
-    d->rope =
-        (nbi_rope_rows){.cos = d->cs, .sin = d->sn, .dim = c->rope, .interleaved = c->interleaved};
-}
-
-static void clean(index_data *d)
-{
-    op_batch_free(&d->batch);
-    op_free(d->kv.index_k);
-    op_free(d->q);
-    op_free(d->w);
-    op_free(d->cs);
-    op_free(d->sn);
-}
-
-static nbi_limits limits_of(const index_data *d)
-{
-    return (nbi_limits){.max_rows = d->batch.b.n_rows,
-                        .max_seqs = 8,
-                        .max_context = d->batch.b.max_len,
-                        .index_heads = d->c.heads,
-                        .index_dim = d->c.dim,
-                        .index_topk = d->c.topk};
-}
 
 /* q is a copy: the operator rotates it in place. */
 static void run(nbi_cpu *cpu, const index_data *d, const nbi_batch *b, uint32_t first, float *q,
@@ -89,79 +26,14 @@ static void run(nbi_cpu *cpu, const index_data *d, const nbi_batch *b, uint32_t 
     cpu->base.ops->index_select(&cpu->base, &a);
 }
 
-static void oracle_scores(const index_data *d, uint32_t t, double *score)
-{
-    const index_case *c = &d->c;
-    const uint32_t len = (uint32_t)d->batch.pos[t] + 1, half = c->rope / 2;
-    double *q = malloc(c->dim * sizeof *q);
-    memset(score, 0, len * sizeof *score);
-    for (uint32_t h = 0; h < c->heads; h++) {
-        const float *src = d->q + ((size_t)t * c->heads + h) * c->dim;
-        for (uint32_t i = 0; i < c->dim; i++) q[i] = (double)src[i];
-        for (uint32_t i = 0; i < half; i++) {
-            const uint32_t a = c->interleaved ? 2 * i : i,
-                           b = c->interleaved ? 2 * i + 1 : i + half;
-            const double u = q[a], v = q[b];
-            const double cs = (double)d->cs[t * half + i], sn = (double)d->sn[t * half + i];
-            q[a] = u * cs - v * sn;
-            q[b] = u * sn + v * cs;
-        }
-        for (uint32_t p = 0; p < len; p++) {
-            const size_t at = op_slot(&d->batch, (uint32_t)d->batch.seq[t], p) * c->dim;
-            double dot = 0;
-            for (uint32_t i = 0; i < c->dim; i++)
-                dot += q[i] * op_cache_at(d->kv.index_k, c->cache, at + i);
-            dot /= sqrt((double)c->dim);
-            if (dot > 0) score[p] += (double)d->w[t * c->heads + h] / sqrt((double)c->heads) * dot;
-        }
-    }
-    free(q);
-}
-
-static int descending(const void *a, const void *b)
-{
-    const double x = *(const double *)a, y = *(const double *)b;
-    return (x < y) - (x > y);
-}
-
-/* Ascending, distinct, in range, -1 behind; nothing left out that is clearly better than something
- * taken. */
-static void check_selection(const index_data *d, uint32_t t, const int32_t *sel)
-{
-    const uint32_t len = (uint32_t)d->batch.pos[t] + 1, topk = d->c.topk;
-    const uint32_t want = len < topk ? len : topk;
-    for (uint32_t i = 0; i < topk; i++) {
-        if (i >= want) {
-            assert_int_equal(sel[i], -1);
-            continue;
-        }
-        assert_in_range(sel[i], 0, len - 1);
-        if (i) assert_true(sel[i] > sel[i - 1]);
-    }
-    double *score = malloc(len * sizeof *score), *sorted = malloc(len * sizeof *sorted);
-    oracle_scores(d, t, score);
-    memcpy(sorted, score, len * sizeof *score);
-    qsort(sorted, len, sizeof *sorted, descending);
-    const double edge = sorted[want - 1], near = 5e-5;
-    uint32_t k = 0;
-    for (uint32_t p = 0; p < len; p++) {
-        const bool taken = k < want && sel[k] == (int32_t)p;
-        k += taken;
-        if (taken && score[p] < edge - near) fail_msg("row %u: position %u is too small", t, p);
-        if (!taken && score[p] > edge + near) fail_msg("row %u: position %u is missing", t, p);
-    }
-    free(score);
-    free(sorted);
-}
-
 static void check(const index_case *c, const uint32_t *lengths, const uint32_t *rows,
                   uint32_t n_seqs)
 {
     index_data d;
-    make(&d, c, lengths, rows, n_seqs);
+    ix_make(&d, c, lengths, rows, n_seqs);
     const uint32_t T = d.batch.b.n_rows;
     const size_t nq = (size_t)T * c->heads * c->dim;
-    const nbi_limits limits = limits_of(&d);
+    const nbi_limits limits = ix_limits(&d);
     LEVELS(level)
     {
         nbi_cpu *cpu = op_open(level, 2, &limits);
@@ -169,12 +41,12 @@ static void check(const index_case *c, const uint32_t *lengths, const uint32_t *
         memset(sel, 0x55, (size_t)T * c->topk * sizeof *sel);
         float *q = op_cache(NBI_F32, d.q, nq);
         run(cpu, &d, &d.batch.b, 0, q, sel);
-        for (uint32_t t = 0; t < T; t++) check_selection(&d, t, sel + (size_t)t * c->topk);
+        for (uint32_t t = 0; t < T; t++) ix_check(&d, t, sel + (size_t)t * c->topk);
         op_free(q);
         op_free(sel);
         op_close(cpu);
     }
-    clean(&d);
+    ix_free(&d);
 }
 
 static void test_shapes(void **state)
@@ -195,8 +67,8 @@ static void test_rotation_kind_matters(void **state)
     (void)state;
     const uint32_t length[] = {300}, rows[] = {1};
     index_data d;
-    make(&d, &(index_case){2, 32, 32, 20, NBI_F32, true}, length, rows, 1);
-    const nbi_limits limits = limits_of(&d);
+    ix_make(&d, &(index_case){2, 32, 32, 20, NBI_F32, true}, length, rows, 1);
+    const nbi_limits limits = ix_limits(&d);
     nbi_cpu *cpu = op_open(NBI_CPU_REFERENCE, 1, &limits);
     int32_t a[20], b[20];
     float *q = op_cache(NBI_F32, d.q, 64), *q2 = op_cache(NBI_F32, d.q, 64);
@@ -207,7 +79,7 @@ static void test_rotation_kind_matters(void **state)
     op_free(q);
     op_free(q2);
     op_close(cpu);
-    clean(&d);
+    ix_free(&d);
 }
 
 /* C61 and hostile scores: keys are one number, the query is 1, so scores are chosen freely. */
@@ -218,7 +90,7 @@ static void select_scores(const float *scores, uint32_t n, uint32_t topk, float 
     {
         for (uint32_t threads = 1; threads <= 3; threads++) {
             index_data d;
-            make(&d, &(index_case){1, 2, 2, topk, NBI_F32, true}, &n, rows, 1);
+            ix_make(&d, &(index_case){1, 2, 2, topk, NBI_F32, true}, &n, rows, 1);
             d.cs[0] = 1;
             d.sn[0] = 0;
             d.q[0] = 1;
@@ -229,7 +101,7 @@ static void select_scores(const float *scores, uint32_t n, uint32_t topk, float 
                 k[0] = scores[p];
                 k[1] = 0;
             }
-            const nbi_limits limits = limits_of(&d);
+            const nbi_limits limits = ix_limits(&d);
             nbi_cpu *cpu = op_open(level, threads, &limits);
             int32_t *sel = op_alloc(topk * sizeof *sel);
             float *q = op_cache(NBI_F32, d.q, 2);
@@ -241,7 +113,7 @@ static void select_scores(const float *scores, uint32_t n, uint32_t topk, float 
             op_free(q);
             op_free(sel);
             op_close(cpu);
-            clean(&d);
+            ix_free(&d);
         }
     }
 }
@@ -282,8 +154,8 @@ static void test_long_context(void **state)
     (void)state;
     const uint32_t n = 140000, rows[] = {1};
     index_data d;
-    make(&d, &(index_case){2, 4, 2, 64, NBI_BF16, true}, &n, rows, 1);
-    const nbi_limits limits = limits_of(&d);
+    ix_make(&d, &(index_case){2, 4, 2, 64, NBI_BF16, true}, &n, rows, 1);
+    const nbi_limits limits = ix_limits(&d);
     d.w[0] = d.w[1] = 1;
     const float needle[] = {d.q[2], d.q[3]};
     uint16_t *k = (uint16_t *)d.kv.index_k + op_slot(&d.batch, 0, 14000) * 4;
@@ -298,12 +170,12 @@ static void test_long_context(void **state)
         bool found = false;
         for (int i = 0; i < 64; i++) found |= sel[i] == 14000;
         assert_true(found);
-        check_selection(&d, 0, sel);
+        ix_check(&d, 0, sel);
         op_free(q);
         op_free(sel);
         op_close(cpu);
     }
-    clean(&d);
+    ix_free(&d);
 }
 
 /* The same list in one batch, in chunks and row by row, for 1 to 3 threads. */
@@ -312,13 +184,13 @@ static void test_bits(void **state)
     (void)state;
     const uint32_t lengths[] = {700, 90}, rows[] = {100, 90};
     index_data d;
-    make(&d, &(index_case){5, 24, 8, 50, NBI_BF16, true}, lengths, rows, 2);
+    ix_make(&d, &(index_case){5, 24, 8, 50, NBI_BF16, true}, lengths, rows, 2);
     /* many equal scores: ties must fall the same way everywhere */
     const uint32_t T = d.batch.b.n_rows, topk = d.c.topk, nq = d.c.heads * d.c.dim;
     uint16_t *k = d.kv.index_k;
     for (uint32_t p = 0; p < 700; p += 3)
         memcpy(k + op_slot(&d.batch, 0, p) * 24, k + op_slot(&d.batch, 0, 0) * 24, 48);
-    const nbi_limits limits = limits_of(&d);
+    const nbi_limits limits = ix_limits(&d);
     int32_t *all = op_alloc((size_t)T * topk * 4), *part = op_alloc((size_t)T * topk * 4);
     LEVELS(level)
     {
@@ -347,7 +219,7 @@ static void test_bits(void **state)
     }
     op_free(all);
     op_free(part);
-    clean(&d);
+    ix_free(&d);
 }
 
 static void test_append(void **state)
@@ -438,9 +310,9 @@ static void bench(void)
     for (int i = 0; i < 3; i++) {
         const index_case c = {32, 128, 64, 2048, NBI_BF16, true};
         index_data d;
-        make(&d, &c, &shapes[i][0], &shapes[i][1], 1);
+        ix_make(&d, &c, &shapes[i][0], &shapes[i][1], 1);
         const uint32_t T = shapes[i][1];
-        const nbi_limits limits = limits_of(&d);
+        const nbi_limits limits = ix_limits(&d);
         bench_run r = {.d = &d,
                        .q = op_cache(NBI_F32, d.q, (size_t)T * 32 * 128),
                        .sel = op_alloc((size_t)T * 2048 * 4)};
@@ -460,7 +332,7 @@ static void bench(void)
         }
         op_free(r.q);
         op_free(r.sel);
-        clean(&d);
+        ix_free(&d);
     }
 }
 

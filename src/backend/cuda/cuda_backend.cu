@@ -176,8 +176,10 @@ static uint32_t len_bucket(const nbi_cuda *c, uint32_t len)
 
 static size_t operator_scratch(const nbi_cuda *c, const nbi_limits *limits)
 {
-    (void)c, (void)limits;
-    return 256;
+    size_t bytes = 256;
+    const size_t attention = nbi_cuda_attention_scratch(c, limits);
+    if (attention > bytes) bytes = attention;
+    return bytes;
 }
 
 static size_t batch_block(const nbi_cuda *c, const nbi_limits *limits)
@@ -333,12 +335,12 @@ const nbi_backend_ops nbi_cuda_ops = {
     .rmsnorm = nbi_cuda_rmsnorm,
     .linear = NULL,
     .swiglu = nbi_cuda_swiglu,
-    .mla_append = NULL,
-    .mla_attend = NULL,
-    .gqa_append = NULL,
-    .gqa_attend = NULL,
-    .index_append = NULL,
-    .index_select = NULL,
+    .mla_append = nbi_cuda_mla_append,
+    .mla_attend = nbi_cuda_mla_attend,
+    .gqa_append = nbi_cuda_gqa_append,
+    .gqa_attend = nbi_cuda_gqa_attend,
+    .index_append = nbi_cuda_index_append,
+    .index_select = nbi_cuda_index_select,
     .route = nbi_cuda_route,
     .gather = nbi_cuda_gather,
     .add = nbi_cuda_add,

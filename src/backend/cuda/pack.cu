@@ -7,6 +7,8 @@
 
 #include <string.h>
 
+#include "backend/cuda/attention.h"
+
 #define PIECES_MAX 256u
 #define WARPS      4u
 
@@ -428,12 +430,17 @@ nb_status nbi_cuda_weight_prepare_pair(nbi_backend *b, nbi_weight **out, const n
 nb_status nbi_cuda_weight_prepare(nbi_backend *b, nbi_weight **out, const nbi_matrix *m,
                                   nb_error *err)
 {
+    if (nbi_cuda_is_kv_b(m)) return nbi_cuda_kv_b_prepare(b, out, m, err);
     return nbi_cuda_weight_prepare_pair(b, out, m, NULL, err);
 }
 
 void nbi_cuda_weight_release(nbi_backend *b, nbi_weight **w)
 {
     if (!w || !*w) return;
+    if (nbi_cuda_is_kv_b(&(*w)->host)) {
+        nbi_cuda_kv_b_release(b, w);
+        return;
+    }
     nbi_rt_free(&nbi_cuda_of(b)->rt, reinterpret_cast<nbi_cuda_weight *>(*w)->block);
     nbi_free(*w);
     *w = NULL;

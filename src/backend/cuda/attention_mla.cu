@@ -1,0 +1,395 @@
+/* Multi-head latent attention in the absorbed form: append to the latent cache; absorb the queries
+ * by W_UK, attend over the latents, expand by W_UV. Callers: the backend's table.
+ *
+ * kv_b lies row-major on the device. A row's products with it are cut over kv_b's sides alone, so
+ * that they do not depend on how many rows there are. */
+#include <string.h>
+
+#include "backend/cuda/attention.h"
+#include "base/numfmt.h"
+
+#define THREADS   256u
+#define WARPS     (THREADS / NBI_WARP)
+#define GROUP_MAX 512u /* rows that go through absorb, attend, expand together */
+
+/* ---------------------------------------------------------------- append */
+
+struct mla_append {
+    float *q;
+    const float *kv, *norm;
+    float eps;
+    uint32_t n_heads, nope, rope_dim, lora, kv_stride;
+    nbi_rope_arg rope;
+    void *latent;
+    bool bf16;
+    const int32_t *pos, *row_seq, *page_table;
+    uint32_t page_stride;
+};
+
+/* The same tree for every caller: warps, then their sums in order. */
+NBI_DEV float block_sum(float x)
+{
+    __shared__ float sums[WARPS];
+    x = nbi_warp_sum(x);
+    if (nbi_lane() == 0) sums[threadIdx.x / NBI_WARP] = x;
+    __syncthreads();
+    float sum = 0;
+    for (uint32_t w = 0; w < WARPS; w++) sum += sums[w];
+    return sum;
+}
+
+NBI_DEV void append_latent(const mla_append &a, size_t t)
+{
+    const float *kv = a.kv + t * a.kv_stride;
+    float sum = 0;
+    for (uint32_t i = threadIdx.x; i < a.lora; i += THREADS) sum = fmaf(kv[i], kv[i], sum);
+    const float r = 1.0f / sqrtf(block_sum(sum) / (float)a.lora + a.eps);
+    const uint32_t p = (uint32_t)a.pos[t];
+    const size_t page = nbi_kv_page(a.page_table, a.page_stride, a.row_seq[t], p);
+    const size_t at = (page * NBI_PAGE_TOKENS + p % NBI_PAGE_TOKENS) * (a.lora + a.rope_dim);
+    for (uint32_t i = threadIdx.x; i < a.lora; i += THREADS)
+        nbi_kv_store(a.latent, at + i, a.bf16, kv[i] * r * a.norm[i]);
+    for (uint32_t i = threadIdx.x; i < a.rope_dim / 2; i += THREADS) {
+        uint32_t iu, iv;
+        nbi_rope_pair(a.rope, i, &iu, &iv);
+        float u = kv[a.lora + iu], v = kv[a.lora + iv];
+        nbi_rope_turn(a.rope, t, i, &u, &v);
+        nbi_kv_store(a.latent, at + a.lora + iu, a.bf16, u);
+        nbi_kv_store(a.latent, at + a.lora + iv, a.bf16, v);
+    }
+}
+
+/* Block (0, t) appends the latent, the others turn pairs of the queries. */
+static __global__ void mla_append_kernel(mla_append a)
+{
+    nbi_wait_before();
+    nbi_let_next();
+    const size_t t = blockIdx.y;
+    if (blockIdx.x == 0) {
+        append_latent(a, t);
+        return;
+    }
+    const uint32_t half = a.rope_dim / 2, pair = (blockIdx.x - 1) * THREADS + threadIdx.x;
+    if (pair >= a.n_heads * half) return;
+    const uint32_t h = pair / half, i = pair % half;
+    float *q = a.q + (t * a.n_heads + h) * (a.nope + a.rope_dim) + a.nope;
+    uint32_t iu, iv;
+    nbi_rope_pair(a.rope, i, &iu, &iv);
+    float u = q[iu], v = q[iv];
+    nbi_rope_turn(a.rope, t, i, &u, &v);
+    q[iu] = u;
+    q[iv] = v;
+}
+
+void nbi_cuda_mla_append(nbi_backend *b, const nbi_mla_append_args *args)
+{
+    nbi_cuda *c = nbi_cuda_of(b);
+    const nbi_batch *batch = args->batch;
+    NB_ASSERT(args->rope->dim == args->rope_dim && args->rope_dim % 2 == 0);
+    if (!batch->n_rows) return;
+    const mla_append a = {.q = static_cast<float *>(args->q),
+                          .kv = static_cast<const float *>(args->kv),
+                          .norm = args->kv_norm,
+                          .eps = args->eps,
+                          .n_heads = args->n_heads,
+                          .nope = args->nope_dim,
+                          .rope_dim = args->rope_dim,
+                          .lora = args->kv_lora,
+                          .kv_stride = args->kv_stride,
+                          .rope = nbi_rope_of(args->rope),
+                          .latent = args->cache->latent,
+                          .bf16 = args->cache->dtype == NBI_BF16,
+                          .pos = batch->pos,
+                          .row_seq = batch->row_seq,
+                          .page_table = batch->page_table,
+                          .page_stride = batch->page_stride};
+    const uint32_t pairs = a.n_heads * (a.rope_dim / 2);
+    nbi_launch(&c->rt, dim3(1 + nbi_ceil_div(pairs, THREADS), batch->n_rows), dim3(THREADS), 0,
+               mla_append_kernel, a);
+}
+
+/* ---------------------------------------------------------------- kv_b */
+
+bool nbi_cuda_is_kv_b(const nbi_matrix *m)
+{
+    static const char end[] = "kv_b_proj";
+    const size_t n = m->name ? strlen(m->name) : 0, k = sizeof end - 1;
+    return n >= k && strcmp(m->name + n - k, end) == 0;
+}
+
+/* Row r as it lies on the device; x has room for a row of floats. */
+static void kv_b_row(const nbi_matrix *m, uint32_t r, bool bf16, float *x, char *out)
+{
+    if (m->kind == NBI_WEIGHT_BF16) {
+        const uint64_t bytes = nbi_matrix_row_bytes(m);
+        memcpy(out, static_cast<const char *>(m->data) + r * bytes, bytes);
+        return;
+    }
+    nbi_matrix one = *m;
+    if (bf16) one.global_scale = 1; /* NVFP4 */
+    nbi_matrix_row(&one, r, x);
+    if (!bf16) {
+        memcpy(out, x, m->cols * sizeof *x);
+        return;
+    }
+    for (uint32_t i = 0; i < m->cols; i++) {
+        const uint16_t h = nbi_f32_bf16(x[i]);
+        memcpy(out + i * sizeof h, &h, sizeof h);
+    }
+}
+
+/* Rows in pieces to the device. */
+static bool kv_b_upload(nbi_cuda *c, nbi_cuda_kv_b *w, const nbi_matrix *m, size_t row)
+{
+    const size_t piece = NBI_CUDA_STAGE_BYTES / row ? NBI_CUDA_STAGE_BYTES / row : 1;
+    float *x = static_cast<float *>(nbi_malloc(m->cols * sizeof *x));
+    char *rows = static_cast<char *>(nbi_malloc(piece * row));
+    for (size_t at = 0; x && rows && at < m->rows; at += piece) {
+        const size_t n = m->rows - at < piece ? m->rows - at : piece;
+        for (size_t i = 0; i < n; i++) kv_b_row(m, (uint32_t)(at + i), w->bf16, x, rows + i * row);
+        nbi_cuda_upload(c, static_cast<char *>(w->data) + at * row, rows, n * row);
+    }
+    const bool done = x && rows;
+    nbi_free(x);
+    nbi_free(rows);
+    return done;
+}
+
+nb_status nbi_cuda_kv_b_prepare(nbi_backend *b, nbi_weight **out, const nbi_matrix *m,
+                                nb_error *err)
+{
+    nbi_cuda *c = nbi_cuda_of(b);
+    nbi_cuda_kv_b *w = static_cast<nbi_cuda_kv_b *>(nbi_calloc(1, sizeof *w));
+    if (!w) return nbi_fail(err, NB_NO_MEMORY, "cuda: out of memory for \"%s\"", m->name);
+    w->head.host = *m;
+    w->bf16 = m->kind == NBI_WEIGHT_BF16 || m->kind == NBI_WEIGHT_NVFP4;
+    w->scale = m->kind == NBI_WEIGHT_NVFP4 ? m->global_scale : 1;
+    const size_t row = (size_t)m->cols * (w->bf16 ? 2 : 4), bytes = m->rows * row;
+    w->head.device_bytes = bytes;
+    w->data = nbi_rt_alloc(&c->rt, bytes);
+    if (!w->data || !kv_b_upload(c, w, m, row)) {
+        nbi_weight *broken = &w->head;
+        nbi_cuda_kv_b_release(b, &broken);
+        return nbi_fail(err, NB_NO_MEMORY, "cuda: no device memory for the %zu bytes of \"%s\"",
+                        bytes, m->name);
+    }
+    *out = &w->head;
+    return NB_OK;
+}
+
+void nbi_cuda_kv_b_release(nbi_backend *b, nbi_weight **w)
+{
+    if (!w || !*w) return;
+    nbi_cuda_kv_b *k = reinterpret_cast<nbi_cuda_kv_b *>(*w);
+    nbi_rt_free(&nbi_cuda_of(b)->rt, k->data);
+    nbi_free(k);
+    *w = NULL;
+}
+
+/* ---------------------------------------------------------------- products with kv_b */
+
+#define TILE_ROWS 4u   /* rows of the batch that share what is read of kv_b */
+#define COLUMNS   256u /* of W_UK per block: 8 per lane */
+#define OUTPUTS   32u  /* of W_UV per block: 4 per warp */
+
+/* Rows [first, first + n_rows) of the batch; x is queries or latent sums, y the other. */
+struct mla_product {
+    const float *x;
+    float *y;
+    const void *w; /* kv_b */
+    float scale;
+    uint32_t n_rows, n_heads, nope, rope_dim, v, lora;
+};
+
+/* Eight values of a row of kv_b from column i on; 0 behind the end. */
+template <bool BF16>
+NBI_DEV void load_eight(const void *w, size_t row, uint32_t lora, uint32_t i, float out[8])
+{
+    const size_t at = row * lora + i;
+    if (BF16 && lora % 8 == 0 && i < lora) {
+        const nbi_u32x4 x =
+            *reinterpret_cast<const nbi_u32x4 *>(static_cast<const uint16_t *>(w) + at);
+        for (int j = 0; j < 4; j++) {
+            out[2 * j] = nbi_bf16_lo(x.v[j]);
+            out[2 * j + 1] = nbi_bf16_hi(x.v[j]);
+        }
+        return;
+    }
+    for (uint32_t j = 0; j < 8; j++) out[j] = i + j < lora ? nbi_kv_load<BF16>(w, at + j) : 0;
+}
+
+/* ql = qn . W_UK for one head, COLUMNS columns and TILE_ROWS rows: every warp sums an eighth of
+ * the nope rows, the sums are added in order. */
+template <bool BF16> static __global__ void absorb_kernel(mla_product a)
+{
+    __shared__ float sums[WARPS][TILE_ROWS][COLUMNS];
+    nbi_wait_before();
+    nbi_let_next();
+    const uint32_t h = blockIdx.x, col0 = blockIdx.y * COLUMNS, r0 = blockIdx.z * TILE_ROWS;
+    const uint32_t warp = threadIdx.x / NBI_WARP, lane = nbi_lane(), tid = threadIdx.x;
+    const uint32_t n = a.n_rows - r0 < TILE_ROWS ? a.n_rows - r0 : TILE_ROWS;
+    const uint32_t head = a.nope + a.rope_dim, width = a.lora + a.rope_dim;
+    const float *x = a.x + ((size_t)r0 * a.n_heads + h) * head;
+    float *y = a.y + ((size_t)r0 * a.n_heads + h) * width;
+    const size_t x_row = (size_t)a.n_heads * head, y_row = (size_t)a.n_heads * width;
+    const uint32_t part = (a.nope + WARPS - 1) / WARPS, begin = warp * part;
+    const uint32_t end = begin + part < a.nope ? begin + part : a.nope;
+    float acc[TILE_ROWS][8] = {};
+    for (uint32_t i = begin; i < end; i++) {
+        float w[8];
+        load_eight<BF16>(a.w, (size_t)h * (a.nope + a.v) + i, a.lora, col0 + lane * 8, w);
+#pragma unroll
+        for (uint32_t r = 0; r < TILE_ROWS; r++) {
+            const float q = r < n ? x[r * x_row + i] : 0;
+#pragma unroll
+            for (uint32_t j = 0; j < 8; j++) acc[r][j] = fmaf(w[j], q, acc[r][j]);
+        }
+    }
+#pragma unroll
+    for (uint32_t r = 0; r < TILE_ROWS; r++)
+#pragma unroll
+        for (uint32_t j = 0; j < 8; j++) sums[warp][r][lane * 8 + j] = acc[r][j];
+    __syncthreads();
+    for (uint32_t r = 0; r < n && col0 + tid < a.lora; r++) {
+        float sum = 0;
+        for (uint32_t w = 0; w < WARPS; w++) sum += sums[w][r][tid];
+        y[r * y_row + col0 + tid] = sum * a.scale;
+    }
+    if (col0) return;
+    for (uint32_t r = 0; r < n; r++)
+        for (uint32_t i = tid; i < a.rope_dim; i += THREADS)
+            y[r * y_row + a.lora + i] = x[r * x_row + a.nope + i];
+}
+
+/* out = W_UV . ol for one head, OUTPUTS values and TILE_ROWS rows: a warp per value. */
+template <bool BF16> static __global__ void expand_kernel(mla_product a)
+{
+    nbi_wait_before();
+    nbi_let_next();
+    const uint32_t h = blockIdx.x, d0 = blockIdx.y * OUTPUTS, r0 = blockIdx.z * TILE_ROWS;
+    const uint32_t warp = threadIdx.x / NBI_WARP, lane = nbi_lane();
+    const uint32_t n = a.n_rows - r0 < TILE_ROWS ? a.n_rows - r0 : TILE_ROWS;
+    const uint32_t width = a.lora + a.rope_dim;
+    float *x = nbi_shared<float>(); /* [TILE_ROWS][lora, to a multiple of 8] */
+    const uint32_t stride = (a.lora + 7) / 8 * 8;
+    for (uint32_t r = 0; r < TILE_ROWS; r++)
+        for (uint32_t i = threadIdx.x; i < stride; i += THREADS)
+            x[r * stride + i] =
+                r < n && i < a.lora ? a.x[((size_t)(r0 + r) * a.n_heads + h) * width + i] : 0;
+    __syncthreads();
+    for (uint32_t d = d0 + warp; d < d0 + OUTPUTS && d < a.v; d += WARPS) {
+        float acc[TILE_ROWS] = {};
+        for (uint32_t i = lane * 8; i < a.lora; i += NBI_WARP * 8) {
+            float w[8];
+            load_eight<BF16>(a.w, (size_t)h * (a.nope + a.v) + a.nope + d, a.lora, i, w);
+#pragma unroll
+            for (uint32_t r = 0; r < TILE_ROWS; r++)
+#pragma unroll
+                for (uint32_t j = 0; j < 8; j++) acc[r] = fmaf(w[j], x[r * stride + i + j], acc[r]);
+        }
+#pragma unroll
+        for (uint32_t r = 0; r < TILE_ROWS; r++) {
+            const float sum = nbi_warp_sum(acc[r]) * a.scale;
+            if (lane == 0 && r < n) a.y[((size_t)(r0 + r) * a.n_heads + h) * a.v + d] = sum;
+        }
+    }
+}
+
+/* ---------------------------------------------------------------- attend */
+
+/* Rows of one pass: what fits in the scratch, at most GROUP_MAX. */
+static size_t row_bytes(uint32_t n_heads, uint32_t width)
+{
+    return (size_t)n_heads * width * sizeof(float);
+}
+
+size_t nbi_cuda_mla_scratch(const nbi_limits *l)
+{
+    const size_t rows = l->max_rows < GROUP_MAX ? l->max_rows : GROUP_MAX;
+    return rows * row_bytes(l->n_heads, l->kv_lora + l->rope_dim) + 256;
+}
+
+static nbi_cuda_attend attend_args(const nbi_mla_attend_args *args)
+{
+    const nbi_batch *batch = args->batch;
+    const size_t width = args->kv_lora + args->rope_dim;
+    return {.q = NULL,
+            .out = NULL,
+            .k = args->cache->latent,
+            .v = args->cache->latent,
+            .bf16 = args->cache->dtype == NBI_BF16,
+            .q_row = args->n_heads * width,
+            .q_head = width,
+            .out_row = args->n_heads * width,
+            .out_head = width,
+            .kv_page = NBI_PAGE_TOKENS * width,
+            .kv_head = 0,
+            .kv_slot = width,
+            .n_heads = args->n_heads,
+            .n_kv = 1,
+            .k_width = (uint32_t)width,
+            .v_width = args->kv_lora,
+            .scale = args->scale,
+            .select = NULL,
+            .select_stride = args->select_stride,
+            .first = 0,
+            .n_rows = 0,
+            .max_len = args->select && args->select_stride < batch->max_len ? args->select_stride
+                                                                            : batch->max_len,
+            .pos = batch->pos,
+            .row_seq = batch->row_seq,
+            .seq_first = batch->seq_first,
+            .page_table = batch->page_table,
+            .page_stride = batch->page_stride,
+            .partial = NULL,
+            .partial_bytes = 0};
+}
+
+/* Absorbs, attends and expands rows [first, first + n). */
+static void attend_rows(nbi_cuda *c, const nbi_mla_attend_args *args, uint32_t first, uint32_t n)
+{
+    const nbi_cuda_kv_b *w = reinterpret_cast<const nbi_cuda_kv_b *>(args->kv_b);
+    const uint32_t H = args->n_heads, head = args->nope_dim + args->rope_dim;
+    float *x = static_cast<float *>(c->scratch);
+    const mla_product in = {.x = static_cast<const float *>(args->q) + (size_t)first * H * head,
+                            .y = x,
+                            .w = w->data,
+                            .scale = w->scale,
+                            .n_rows = n,
+                            .n_heads = H,
+                            .nope = args->nope_dim,
+                            .rope_dim = args->rope_dim,
+                            .v = args->v_dim,
+                            .lora = args->kv_lora};
+    mla_product out = in;
+    out.x = x;
+    out.y = static_cast<float *>(args->out) + (size_t)first * H * args->v_dim;
+    const uint32_t tiles = nbi_ceil_div(n, TILE_ROWS);
+    nbi_launch(&c->rt, dim3(H, nbi_ceil_div(args->kv_lora, COLUMNS), tiles), dim3(THREADS), 0,
+               w->bf16 ? absorb_kernel<true> : absorb_kernel<false>, in);
+
+    nbi_cuda_attend a = attend_args(args);
+    const size_t used = (n * row_bytes(H, a.k_width) + 255) / 256 * 256;
+    a.q = a.out = x; /* a head's sums replace its query once nobody reads it any more */
+    a.first = first;
+    a.n_rows = n;
+    if (args->select) a.select = args->select + (size_t)first * args->select_stride;
+    a.partial = reinterpret_cast<float *>(static_cast<char *>(c->scratch) + used);
+    a.partial_bytes = c->scratch_bytes - used;
+    nbi_cuda_attend_run(c, &a);
+
+    nbi_launch(&c->rt, dim3(H, nbi_ceil_div(args->v_dim, OUTPUTS), tiles), dim3(THREADS),
+               TILE_ROWS * (size_t)((args->kv_lora + 7) / 8 * 8) * sizeof(float),
+               w->bf16 ? expand_kernel<true> : expand_kernel<false>, out);
+}
+
+void nbi_cuda_mla_attend(nbi_backend *b, const nbi_mla_attend_args *args)
+{
+    nbi_cuda *c = nbi_cuda_of(b);
+    NB_ASSERT(args->kv_b->host.rows == args->n_heads * (args->nope_dim + args->v_dim) &&
+              args->kv_b->host.cols == args->kv_lora);
+    for (uint32_t first = 0; first < args->batch->n_rows; first += GROUP_MAX) {
+        const uint32_t left = args->batch->n_rows - first;
+        attend_rows(c, args, first, left < GROUP_MAX ? left : GROUP_MAX);
+    }
+}

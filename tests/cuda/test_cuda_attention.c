@@ -1,0 +1,494 @@
+/* MLA and GQA on the CUDA backend against float64 oracles; and the rule that a row's bits depend
+ * on the row alone. `--bench` times them. */
+#include "cuda/gpu_util.h"
+#include "kernel/attention_util.h"
+
+/* float32 sums of up to a few thousand terms; BF16 caches may meet queries and probabilities of 16
+ * bits. */
+static double bound(nbi_dtype cache)
+{
+    return cache == NBI_F32 ? 4e-6 : 2e-5;
+}
+
+/* ---------------------------------------------------------------- MLA */
+
+/* What lies on the device for all calls of a case. */
+typedef struct gpu_mla {
+    nbi_backend *b;
+    const at_mla *d;
+    gpu_buffer latent;
+    nbi_weight *kv_b;
+} gpu_mla;
+
+static gpu_mla mla_open(const at_mla *d)
+{
+    const nbi_limits limits = at_mla_limits(&d->c, d->batch.b.n_rows, d->batch.b.max_len);
+    gpu_mla g = {.b = gpu_open(&limits), .d = d};
+    const size_t n = (size_t)d->batch.n_pages * NBI_PAGE_TOKENS * (d->c.lora + d->c.rope);
+    g.latent = gpu_bytes(g.b, d->kv.latent, n * (nbi_dtype_bits(d->c.cache) / 8));
+    nb_error err = {0};
+    if (g.b->ops->weight_prepare(g.b, &g.kv_b, &d->kv_b.host, &err) != NB_OK)
+        fail_msg("%s", err.text);
+    return g;
+}
+
+static void mla_close(gpu_mla *g)
+{
+    g->b->ops->weight_release(g->b, &g->kv_b);
+    gpu_free(&g->latent);
+    gpu_close(g->b);
+}
+
+/* Rows of `batch`, which begin at row `first` of the case. */
+static void mla_run(const gpu_mla *g, const nbi_batch *batch, uint32_t first, float *out)
+{
+    const at_mla_case *c = &g->d->c;
+    const size_t T = batch->n_rows, nq = (size_t)c->heads * (c->nope + c->rope);
+    gpu_buffer q = gpu_floats(g->b, g->d->q + first * nq, T * nq);
+    gpu_buffer o = gpu_poisoned(g->b, T * c->heads * c->v * sizeof(float)), sel = {0};
+    if (c->topk) sel = gpu_bytes(g->b, g->d->select + (size_t)first * c->topk, T * c->topk * 4);
+    const nbi_kv_layer kv = {.dtype = c->cache, .latent = g->latent.p};
+    g->b->ops->mla_attend(g->b, &(nbi_mla_attend_args){.out = o.p,
+                                                       .q = q.p,
+                                                       .kv_b = g->kv_b,
+                                                       .n_heads = c->heads,
+                                                       .nope_dim = c->nope,
+                                                       .rope_dim = c->rope,
+                                                       .kv_lora = c->lora,
+                                                       .v_dim = c->v,
+                                                       .scale = g->d->scale,
+                                                       .cache = &kv,
+                                                       .select = sel.p,
+                                                       .select_stride = c->topk,
+                                                       .batch = gpu_step(g->b, batch)});
+    gpu_step_end(g->b);
+    float *got = gpu_read(&o);
+    memcpy(out, got, T * c->heads * c->v * sizeof(float));
+    free(got);
+    gpu_free(&q);
+    gpu_free(&o);
+    if (c->topk) gpu_free(&sel);
+}
+
+static void check_mla(const at_mla_case *c, const uint32_t *lengths, const uint32_t *rows,
+                      uint32_t n_seqs)
+{
+    at_mla d;
+    at_make_mla(&d, c, lengths, rows, n_seqs);
+    const uint32_t T = d.batch.b.n_rows;
+    double *want = malloc(c->v * sizeof *want);
+    gpu_mla g = mla_open(&d);
+    mla_run(&g, &d.batch.b, 0, d.out);
+    for (uint32_t t = 0; t < T; t++)
+        for (uint32_t h = 0; h < c->heads; h++) {
+            at_oracle_mla(&d, t, h, want);
+            OP_ASSERT_ERROR(op_error(d.out + ((size_t)t * c->heads + h) * c->v, want, c->v),
+                            bound(c->cache),
+                            "mla heads %u nope %u rope %u lora %u v %u cache %s weight %s topk %u "
+                            "row %u (pos %d) head %u",
+                            c->heads, c->nope, c->rope, c->lora, c->v, nbi_dtype_name(c->cache),
+                            nbi_weight_kind_name(c->kind), c->topk, t, d.batch.pos[t], h);
+        }
+    mla_close(&g);
+    free(want);
+    at_free_mla(&d);
+}
+
+static void test_mla_shapes(void **state)
+{
+    (void)state;
+    static const uint32_t lengths[] = {1, 2, 63, 64, 65}, rows[] = {1, 2, 1, 2, 3};
+    static const at_mla_case cases[] = {
+        {1, 16, 8, 32, 16, NBI_F32, NBI_WEIGHT_F32, 0},
+        {3, 20, 8, 32, 24, NBI_BF16, NBI_WEIGHT_BF16, 0},
+        {20, 24, 64, 512, 40, NBI_BF16, NBI_WEIGHT_BF16, 0},
+        {64, 8, 64, 32, 8, NBI_F32, NBI_WEIGHT_BF16, 0},
+        {3, 16, 8, 64, 16, NBI_F32, NBI_WEIGHT_NVFP4, 0},
+        {2, 100, 8, 160, 50, NBI_BF16, NBI_WEIGHT_FP8_BLOCK, 0},
+        {3, 16, 10, 44, 17, NBI_BF16, NBI_WEIGHT_F16, 0},
+        {3, 16, 8, 32, 16, NBI_BF16, NBI_WEIGHT_BF16, 16},
+        {5, 16, 8, 32, 16, NBI_F32, NBI_WEIGHT_BF16, 2048},
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++)
+        check_mla(&cases[i], lengths, rows, 5);
+}
+
+static void test_mla_long(void **state)
+{
+    (void)state;
+    const uint32_t one[] = {1000}, two[] = {2};
+    check_mla(&(at_mla_case){3, 16, 8, 32, 16, NBI_F32, NBI_WEIGHT_F32, 0}, one, two, 1);
+    check_mla(&(at_mla_case){3, 16, 8, 32, 16, NBI_BF16, NBI_WEIGHT_BF16, 700}, one, two, 1);
+    const uint32_t longer[] = {17000, 513}, both[] = {2, 2};
+    check_mla(&(at_mla_case){2, 4, 8, 16, 4, NBI_BF16, NBI_WEIGHT_F32, 0}, longer, both, 2);
+}
+
+/* The rows of a case in chunks of at most `most` rows of one sequence, into `out`. */
+typedef void (*run_slice)(const void *g, const nbi_batch *b, uint32_t first, float *out);
+
+static void in_chunks(const void *g, run_slice run, const op_batch *batch, uint32_t most,
+                      size_t width, float *out)
+{
+    for (uint32_t t = 0, end; t < batch->b.n_rows; t = end) {
+        for (end = t; end < batch->b.n_rows && end - t < most && batch->seq[end] == batch->seq[t];)
+            end++;
+        op_batch part;
+        op_batch_slice(&part, batch, t, end);
+        run(g, &part.b, t, out + t * width);
+        op_batch_free(&part);
+    }
+}
+
+static void mla_slice(const void *g, const nbi_batch *b, uint32_t first, float *out)
+{
+    mla_run(g, b, first, out);
+}
+
+static void mla_bits(const at_mla_case *c, const uint32_t *lengths, const uint32_t *rows,
+                     uint32_t n_seqs)
+{
+    at_mla d;
+    at_make_mla(&d, c, lengths, rows, n_seqs);
+    const size_t width = (size_t)c->heads * c->v, bytes = d.batch.b.n_rows * width * sizeof(float);
+    float *other = op_floats(d.batch.b.n_rows * width);
+    gpu_mla g = mla_open(&d);
+    mla_run(&g, &d.batch.b, 0, d.out);
+    static const uint32_t chunks[] = {1, 7, 1000};
+    for (size_t k = 0; k < 3; k++) {
+        in_chunks(&g, mla_slice, &d.batch, chunks[k], width, other);
+        assert_memory_equal(other, d.out, bytes);
+    }
+    mla_close(&g);
+    op_free(other);
+    at_free_mla(&d);
+}
+
+static void test_mla_bits(void **state)
+{
+    (void)state;
+    const uint32_t lengths[] = {330, 20, 1}, rows[] = {9, 20, 1};
+    mla_bits(&(at_mla_case){3, 24, 8, 40, 16, NBI_F32, NBI_WEIGHT_BF16, 0}, lengths, rows, 3);
+    mla_bits(&(at_mla_case){4, 16, 8, 64, 16, NBI_BF16, NBI_WEIGHT_NVFP4, 100}, lengths, rows, 3);
+}
+
+/* A list of all positions gives the bits of the dense form. */
+static void check_mla_identity(const at_mla_case *dense, uint32_t length, uint32_t n_rows)
+{
+    at_mla_case c = *dense;
+    c.topk = length + 5;
+    at_mla d;
+    at_make_mla(&d, &c, &length, &n_rows, 1);
+    const size_t n = (size_t)n_rows * c.heads * c.v;
+    float *other = op_floats(n);
+    gpu_mla g = mla_open(&d);
+    mla_run(&g, &d.batch.b, 0, d.out);
+    d.c.topk = 0;
+    mla_run(&g, &d.batch.b, 0, other);
+    assert_memory_equal(other, d.out, n * sizeof(float));
+    mla_close(&g);
+    op_free(other);
+    at_free_mla(&d);
+}
+
+static void test_mla_identity(void **state)
+{
+    (void)state;
+    check_mla_identity(&(at_mla_case){3, 24, 8, 40, 16, NBI_BF16, NBI_WEIGHT_BF16, 0}, 200, 3);
+}
+
+/* ---------------------------------------------------------------- GQA */
+
+typedef struct gpu_gqa {
+    nbi_backend *b;
+    const at_gqa *d;
+    gpu_buffer k, v;
+} gpu_gqa;
+
+static gpu_gqa gqa_open(const at_gqa *d)
+{
+    const nbi_limits limits = at_gqa_limits(&d->c, d->batch.b.n_rows, d->batch.b.max_len);
+    gpu_gqa g = {.b = gpu_open(&limits), .d = d};
+    const size_t bytes = (size_t)d->batch.n_pages * NBI_PAGE_TOKENS * d->c.kv_heads * d->c.dim *
+                         (nbi_dtype_bits(d->c.cache) / 8);
+    g.k = gpu_bytes(g.b, d->kv.k, bytes);
+    g.v = gpu_bytes(g.b, d->kv.v, bytes);
+    return g;
+}
+
+static void gqa_close(gpu_gqa *g)
+{
+    gpu_free(&g->k);
+    gpu_free(&g->v);
+    gpu_close(g->b);
+}
+
+static void gqa_run(const void *arg, const nbi_batch *batch, uint32_t first, float *out)
+{
+    const gpu_gqa *g = arg;
+    const at_gqa_case *c = &g->d->c;
+    const size_t width = (size_t)c->heads * c->dim, n = batch->n_rows * width;
+    gpu_buffer q = gpu_floats(g->b, g->d->q + first * width, n);
+    gpu_buffer o = gpu_poisoned(g->b, n * sizeof(float));
+    const nbi_kv_layer kv = {.dtype = c->cache, .k = g->k.p, .v = g->v.p};
+    g->b->ops->gqa_attend(g->b, &(nbi_gqa_attend_args){.out = o.p,
+                                                       .q = q.p,
+                                                       .n_heads = c->heads,
+                                                       .n_kv_heads = c->kv_heads,
+                                                       .head_dim = c->dim,
+                                                       .scale = g->d->scale,
+                                                       .cache = &kv,
+                                                       .batch = gpu_step(g->b, batch)});
+    gpu_step_end(g->b);
+    float *got = gpu_read(&o);
+    memcpy(out, got, n * sizeof(float));
+    free(got);
+    gpu_free(&q);
+    gpu_free(&o);
+}
+
+static void check_gqa(const at_gqa_case *c, const uint32_t *lengths, const uint32_t *rows,
+                      uint32_t n_seqs)
+{
+    at_gqa d;
+    at_make_gqa(&d, c, lengths, rows, n_seqs);
+    double *want = malloc(c->dim * sizeof *want);
+    gpu_gqa g = gqa_open(&d);
+    gqa_run(&g, &d.batch.b, 0, d.out);
+    for (uint32_t t = 0; t < d.batch.b.n_rows; t++)
+        for (uint32_t h = 0; h < c->heads; h++) {
+            at_oracle_gqa(&d, t, h, want);
+            OP_ASSERT_ERROR(op_error(d.out + ((size_t)t * c->heads + h) * c->dim, want, c->dim),
+                            bound(c->cache),
+                            "gqa heads %u/%u dim %u cache %s row %u pos %d head %u", c->heads,
+                            c->kv_heads, c->dim, nbi_dtype_name(c->cache), t, d.batch.pos[t], h);
+        }
+    gqa_close(&g);
+    free(want);
+    at_free_gqa(&d);
+}
+
+static void test_gqa_shapes(void **state)
+{
+    (void)state;
+    static const uint32_t lengths[] = {1, 2, 63, 64, 65, 300}, rows[] = {1, 2, 1, 20, 3, 5};
+    static const at_gqa_case cases[] = {
+        {1, 1, 32, NBI_F32},  {3, 1, 96, NBI_BF16}, {8, 1, 128, NBI_BF16}, {4, 2, 128, NBI_F32},
+        {6, 6, 32, NBI_BF16}, {9, 3, 20, NBI_F32},  {70, 1, 8, NBI_BF16},
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++)
+        check_gqa(&cases[i], lengths, rows, 6);
+}
+
+static void gqa_bits(const at_gqa_case *c, const uint32_t *lengths, const uint32_t *rows,
+                     uint32_t n_seqs)
+{
+    at_gqa d;
+    at_make_gqa(&d, c, lengths, rows, n_seqs);
+    const size_t width = (size_t)c->heads * c->dim,
+                 bytes = d.batch.b.n_rows * width * sizeof(float);
+    float *other = op_floats(d.batch.b.n_rows * width);
+    gpu_gqa g = gqa_open(&d);
+    gqa_run(&g, &d.batch.b, 0, d.out);
+    static const uint32_t chunks[] = {1, 7, 1000};
+    for (size_t k = 0; k < 3; k++) {
+        in_chunks(&g, gqa_run, &d.batch, chunks[k], width, other);
+        assert_memory_equal(other, d.out, bytes);
+    }
+    gqa_close(&g);
+    op_free(other);
+    at_free_gqa(&d);
+}
+
+static void test_gqa_bits(void **state)
+{
+    (void)state;
+    const uint32_t lengths[] = {330, 20, 1}, rows[] = {24, 20, 1};
+    gqa_bits(&(at_gqa_case){6, 2, 36, NBI_F32}, lengths, rows, 3);
+    gqa_bits(&(at_gqa_case){3, 1, 96, NBI_BF16}, lengths, rows, 3);
+}
+
+/* ---------------------------------------------------------------- append */
+
+static void check_mla_append(nbi_dtype dtype, bool interleaved)
+{
+    enum { H = 3, NOPE = 20, ROPE = 8, LORA = 100, STRIDE = LORA + ROPE + 5, HEAD = NOPE + ROPE };
+    const uint32_t lengths[] = {70, 64, 1}, rows[] = {20, 1, 1};
+    op_batch b;
+    op_batch_make(&b, lengths, rows, 3);
+    const uint32_t T = b.b.n_rows;
+    float *q0 = op_floats((size_t)T * H * HEAD), *kv = op_floats((size_t)T * STRIDE);
+    float *norm = op_floats(LORA), *cs, *sn;
+    at_angles(&cs, &sn, &b, ROPE);
+    op_fill(kv, (size_t)T * STRIDE, 0.01f); /* small: eps shows */
+    op_fill(norm, LORA, 1);
+    op_fill(q0, (size_t)T * H * HEAD, 1);
+    const nbi_limits limits = {.max_rows = T, .max_seqs = 3, .max_context = 70};
+    nbi_backend *g = gpu_open(&limits);
+    gpu_buffer q = gpu_floats(g, q0, (size_t)T * H * HEAD), k = gpu_floats(g, kv, T * STRIDE);
+    gpu_buffer w = gpu_floats(g, norm, LORA), c = gpu_floats(g, cs, T * ROPE / 2);
+    gpu_buffer s = gpu_floats(g, sn, T * ROPE / 2);
+    gpu_buffer latent =
+        gpu_poisoned(g, (size_t)b.n_pages * 64 * (LORA + ROPE) * (nbi_dtype_bits(dtype) / 8));
+    const nbi_kv_layer layer = {.dtype = dtype, .latent = latent.p};
+    const nbi_rope_rows rope = {.cos = c.p, .sin = s.p, .dim = ROPE, .interleaved = interleaved};
+    g->ops->mla_append(g, &(nbi_mla_append_args){.q = q.p,
+                                                 .kv = k.p,
+                                                 .kv_norm = w.p,
+                                                 .eps = 1e-4f,
+                                                 .n_heads = H,
+                                                 .nope_dim = NOPE,
+                                                 .rope_dim = ROPE,
+                                                 .kv_lora = LORA,
+                                                 .kv_stride = STRIDE,
+                                                 .rope = &rope,
+                                                 .cache = &layer,
+                                                 .batch = gpu_step(g, &b.b)});
+    gpu_step_end(g);
+    void *cache = gpu_read(&latent);
+    float *turned = gpu_read(&q);
+    for (uint32_t t = 0; t < T; t++) {
+        double want[LORA + ROPE], wq[HEAD];
+        for (uint32_t i = 0; i < LORA + ROPE; i++) want[i] = (double)kv[t * STRIDE + i];
+        at_norm(want, LORA, norm, (double)1e-4f);
+        at_rotate(want + LORA, ROPE, interleaved, cs + t * ROPE / 2, sn + t * ROPE / 2);
+        const size_t at = op_slot(&b, (uint32_t)b.seq[t], (uint32_t)b.pos[t]) * (LORA + ROPE);
+        OP_ASSERT_ERROR(at_cache_error(cache, dtype, at, want, LORA), at_cache_bound(dtype),
+                        "latent row %u", t);
+        OP_ASSERT_ERROR(at_cache_error(cache, dtype, at + LORA, want + LORA, ROPE),
+                        at_cache_bound(dtype), "rope key row %u", t);
+        for (uint32_t h = 0; h < H; h++) {
+            const size_t o = ((size_t)t * H + h) * HEAD;
+            for (uint32_t i = 0; i < HEAD; i++) wq[i] = (double)q0[o + i];
+            at_rotate(wq + NOPE, ROPE, interleaved, cs + t * ROPE / 2, sn + t * ROPE / 2);
+            OP_ASSERT_ERROR(op_error(turned + o, wq, HEAD), 1e-6, "q row %u head %u", t, h);
+        }
+    }
+    gpu_buffer *buffers[] = {&q, &k, &w, &c, &s, &latent};
+    for (size_t i = 0; i < sizeof buffers / sizeof *buffers; i++) gpu_free(buffers[i]);
+    gpu_close(g);
+    free(cache);
+    free(turned);
+    float *hosts[] = {q0, kv, norm, cs, sn};
+    for (size_t i = 0; i < sizeof hosts / sizeof *hosts; i++) op_free(hosts[i]);
+    op_batch_free(&b);
+}
+
+static void test_mla_append(void **state)
+{
+    (void)state;
+    for (int i = 0; i < 4; i++) check_mla_append(i & 1 ? NBI_BF16 : NBI_F32, i & 2);
+}
+
+typedef struct gqa_rows {
+    op_batch b;
+    uint32_t rope_dim;
+    bool normed;
+    float *q, *k, *v, *q_norm, *k_norm, *cs, *sn;
+} gqa_rows;
+
+enum { GH = 6, GKV = 2, GD = 36 };
+
+static void check_gqa_appended(const gqa_rows *r, nbi_dtype dtype, const float *q, const float *k,
+                               const void *cache_k, const void *cache_v)
+{
+    double want[GD];
+    const uint32_t half = r->rope_dim / 2;
+    for (uint32_t t = 0; t < r->b.b.n_rows; t++)
+        for (uint32_t h = 0; h < GH + GKV; h++) {
+            const size_t at_q = ((size_t)t * GH + h) * GD;
+            const size_t at_k = ((size_t)t * GKV + h - GH) * GD;
+            const bool is_q = h < GH;
+            for (uint32_t i = 0; i < GD; i++)
+                want[i] = (double)(is_q ? r->q[at_q + i] : r->k[at_k + i]);
+            if (r->normed) at_norm(want, GD, is_q ? r->q_norm : r->k_norm, (double)1e-4f);
+            at_rotate(want, r->rope_dim, false, r->cs + t * half, r->sn + t * half);
+            OP_ASSERT_ERROR(op_error(is_q ? q + at_q : k + at_k, want, GD), 1e-6,
+                            "gqa append row %u head %u", t, h);
+            if (is_q) continue;
+            const size_t slot = op_slot(&r->b, (uint32_t)r->b.seq[t], (uint32_t)r->b.pos[t]);
+            const size_t at = ((slot / 64 * GKV + h - GH) * 64 + slot % 64) * GD;
+            OP_ASSERT_ERROR(at_cache_error(cache_k, dtype, at, want, GD), at_cache_bound(dtype),
+                            "k");
+            for (uint32_t i = 0; i < GD; i++) want[i] = (double)r->v[at_k + i];
+            OP_ASSERT_ERROR(at_cache_error(cache_v, dtype, at, want, GD), at_cache_bound(dtype),
+                            "v");
+        }
+}
+
+static void run_gqa_append(const gqa_rows *r, nbi_dtype dtype)
+{
+    const uint32_t T = r->b.b.n_rows, half = r->rope_dim / 2;
+    const nbi_limits limits = {.max_rows = T, .max_seqs = 3, .max_context = 70};
+    nbi_backend *g = gpu_open(&limits);
+    gpu_buffer q = gpu_floats(g, r->q, (size_t)T * GH * GD), k = gpu_floats(g, r->k, T * GKV * GD);
+    gpu_buffer v = gpu_floats(g, r->v, T * GKV * GD), c = gpu_floats(g, r->cs, T * half);
+    gpu_buffer s = gpu_floats(g, r->sn, T * half), qn = gpu_floats(g, r->q_norm, GD);
+    gpu_buffer kn = gpu_floats(g, r->k_norm, GD);
+    const size_t bytes = (size_t)r->b.n_pages * 64 * GKV * GD * (nbi_dtype_bits(dtype) / 8);
+    gpu_buffer cache_k = gpu_poisoned(g, bytes), cache_v = gpu_poisoned(g, bytes);
+    const nbi_kv_layer layer = {.dtype = dtype, .k = cache_k.p, .v = cache_v.p};
+    const nbi_rope_rows rope = {.cos = c.p, .sin = s.p, .dim = r->rope_dim};
+    g->ops->gqa_append(g, &(nbi_gqa_append_args){.q = q.p,
+                                                 .k = k.p,
+                                                 .v = v.p,
+                                                 .q_norm = r->normed ? qn.p : NULL,
+                                                 .k_norm = r->normed ? kn.p : NULL,
+                                                 .eps = 1e-4f,
+                                                 .n_heads = GH,
+                                                 .n_kv_heads = GKV,
+                                                 .head_dim = GD,
+                                                 .rope = &rope,
+                                                 .cache = &layer,
+                                                 .batch = gpu_step(g, &r->b.b)});
+    gpu_step_end(g);
+    float *got_q = gpu_read(&q), *got_k = gpu_read(&k);
+    void *got_ck = gpu_read(&cache_k), *got_cv = gpu_read(&cache_v);
+    check_gqa_appended(r, dtype, got_q, got_k, got_ck, got_cv);
+    gpu_buffer *buffers[] = {&q, &k, &v, &c, &s, &qn, &kn, &cache_k, &cache_v};
+    for (size_t i = 0; i < sizeof buffers / sizeof *buffers; i++) gpu_free(buffers[i]);
+    gpu_close(g);
+    free(got_q);
+    free(got_k);
+    free(got_ck);
+    free(got_cv);
+}
+
+static void test_gqa_append(void **state)
+{
+    (void)state;
+    const uint32_t lengths[] = {70, 64, 1}, rows[] = {20, 1, 1};
+    for (int i = 0; i < 8; i++) {
+        gqa_rows r = {.normed = i & 2, .rope_dim = i & 4 ? GD : GD / 2};
+        op_batch_make(&r.b, lengths, rows, 3);
+        at_angles(&r.cs, &r.sn, &r.b, r.rope_dim);
+        const size_t T = r.b.b.n_rows;
+        struct {
+            float **x;
+            size_t n;
+            float scale;
+        } fills[] = {{&r.q, T * GH * GD, 0.02f},
+                     {&r.k, T * GKV * GD, 0.02f},
+                     {&r.v, T * GKV * GD, 1},
+                     {&r.q_norm, GD, 1},
+                     {&r.k_norm, GD, 1}};
+        for (size_t j = 0; j < 5; j++)
+            op_fill(*fills[j].x = op_floats(fills[j].n), fills[j].n, fills[j].scale);
+        run_gqa_append(&r, i & 1 ? NBI_BF16 : NBI_F32);
+        for (size_t j = 0; j < 5; j++) op_free(*fills[j].x);
+        op_free(r.cs);
+        op_free(r.sn);
+        op_batch_free(&r.b);
+    }
+}
+
+int main(int argc, char **argv)
+{
+    op_begin(argc, argv);
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_mla_shapes), cmocka_unit_test(test_mla_long),
+        cmocka_unit_test(test_mla_bits),   cmocka_unit_test(test_mla_identity),
+        cmocka_unit_test(test_gqa_shapes), cmocka_unit_test(test_gqa_bits),
+        cmocka_unit_test(test_mla_append), cmocka_unit_test(test_gqa_append),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}

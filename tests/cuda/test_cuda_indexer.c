@@ -1,0 +1,262 @@
+/* The DSA indexer on the CUDA backend: keys, scores, the choice of positions. `--bench` times it.
+ */
+#include "cuda/gpu_util.h"
+#include "kernel/indexer_util.h"
+
+static void run_on(nbi_backend *g, const index_data *d, const gpu_buffer *keys, const nbi_batch *b,
+                   uint32_t first, int32_t *select)
+{
+    const index_case *c = &d->c;
+    const size_t T = b->n_rows, half = c->rope / 2, nq = (size_t)c->heads * c->dim;
+    gpu_buffer q = gpu_floats(g, d->q + first * nq, T * nq);
+    gpu_buffer w = gpu_floats(g, d->w + (size_t)first * c->heads, T * c->heads);
+    gpu_buffer cs = gpu_floats(g, d->cs + first * half, T * half);
+    gpu_buffer sn = gpu_floats(g, d->sn + first * half, T * half);
+    gpu_buffer sel = gpu_poisoned(g, T * c->topk * 4);
+    const nbi_kv_layer kv = {.dtype = c->cache, .index_k = keys->p};
+    const nbi_rope_rows rope = {
+        .cos = cs.p, .sin = sn.p, .dim = c->rope, .interleaved = c->interleaved};
+    g->ops->index_select(g, &(nbi_index_select_args){.select = sel.p,
+                                                     .q = q.p,
+                                                     .w = w.p,
+                                                     .n_heads = c->heads,
+                                                     .index_dim = c->dim,
+                                                     .topk = c->topk,
+                                                     .rope = &rope,
+                                                     .cache = &kv,
+                                                     .batch = gpu_step(g, b)});
+    gpu_step_end(g);
+    int32_t *got = gpu_read(&sel);
+    memcpy(select, got, T * c->topk * 4);
+    free(got);
+    gpu_buffer *all[] = {&q, &w, &cs, &sn, &sel};
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++) gpu_free(all[i]);
+}
+
+static gpu_buffer keys_of(nbi_backend *g, const index_data *d)
+{
+    return gpu_bytes(g, d->kv.index_k,
+                     (size_t)d->batch.n_pages * 64 * d->c.dim * (nbi_dtype_bits(d->c.cache) / 8));
+}
+
+/* All rows in one batch. */
+static void run(const index_data *d, int32_t *select)
+{
+    const nbi_limits limits = ix_limits(d);
+    nbi_backend *g = gpu_open(&limits);
+    gpu_buffer keys = keys_of(g, d);
+    run_on(g, d, &keys, &d->batch.b, 0, select);
+    gpu_free(&keys);
+    gpu_close(g);
+}
+
+static void check(const index_case *c, const uint32_t *lengths, const uint32_t *rows,
+                  uint32_t n_seqs)
+{
+    index_data d;
+    ix_make(&d, c, lengths, rows, n_seqs);
+    const uint32_t T = d.batch.b.n_rows;
+    int32_t *sel = op_alloc((size_t)T * c->topk * sizeof *sel);
+    run(&d, sel);
+    for (uint32_t t = 0; t < T; t++) ix_check(&d, t, sel + (size_t)t * c->topk);
+    op_free(sel);
+    ix_free(&d);
+}
+
+static void test_shapes(void **state)
+{
+    (void)state;
+    static const uint32_t lengths[] = {1, 2, 63, 64, 65, 1000}, rows[] = {1, 2, 3, 12, 3, 2};
+    static const index_case cases[] = {
+        {1, 32, 8, 4, NBI_F32, true},      {4, 128, 64, 16, NBI_BF16, true},
+        {32, 128, 64, 64, NBI_BF16, true}, {3, 40, 10, 63, NBI_F32, false},
+        {64, 16, 16, 1, NBI_F32, false},   {2, 32, 8, 2048, NBI_BF16, true},
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) check(&cases[i], lengths, rows, 6);
+}
+
+/* Keys are one number, the query is 1, so scores are chosen freely. */
+static void select_scores(const float *scores, uint32_t n, uint32_t topk, float w, int32_t *out)
+{
+    const uint32_t rows[] = {1};
+    index_data d;
+    ix_make(&d, &(index_case){1, 2, 2, topk, NBI_F32, true}, &n, rows, 1);
+    d.cs[0] = 1;
+    d.sn[0] = 0;
+    d.q[0] = 1;
+    d.q[1] = 0;
+    d.w[0] = w;
+    for (uint32_t p = 0; p < n; p++) {
+        float *k = (float *)d.kv.index_k + op_slot(&d.batch, 0, p) * 2;
+        k[0] = scores[p];
+        k[1] = 0;
+    }
+    run(&d, out);
+    ix_free(&d);
+}
+
+static void test_ties(void **state)
+{
+    (void)state;
+    int32_t out[4];
+    const float equal[] = {1, 1, 1, 1, 0, 0};
+    select_scores(equal, 6, 3, 1, out);
+    const int32_t lowest[] = {0, 1, 2};
+    assert_memory_equal(out, lowest, sizeof lowest);
+
+    /* relu makes all non-positive keys equal, and a negative weight makes those the largest */
+    const float mixed[] = {3, -1, 2, 0, -5, 1};
+    select_scores(mixed, 6, 3, -1, out);
+    const int32_t zeros[] = {1, 3, 4};
+    assert_memory_equal(out, zeros, sizeof zeros);
+
+    const float negative[] = {3, 5, 2, 9, 1, 4}; /* all scores below zero */
+    select_scores(negative, 6, 2, -1, out);
+    const int32_t smallest[] = {2, 4};
+    assert_memory_equal(out, smallest, sizeof smallest);
+
+    const float broken[] = {NAN, 1, INFINITY, NAN, 2, 0};
+    select_scores(broken, 6, 4, 1, out);
+    const int32_t finite_first[] = {1, 2, 4, 5};
+    assert_memory_equal(out, finite_first, sizeof finite_first);
+    const float all_nan[] = {NAN, NAN, NAN};
+    select_scores(all_nan, 3, 2, 1, out);
+    assert_memory_equal(out, lowest, 2 * sizeof *lowest);
+}
+
+/* A needle at 10 percent of 20,000 positions is found. */
+static void test_long_context(void **state)
+{
+    (void)state;
+    const uint32_t n = 20000, rows[] = {1};
+    index_data d;
+    ix_make(&d, &(index_case){2, 4, 2, 64, NBI_BF16, true}, &n, rows, 1);
+    d.w[0] = d.w[1] = 1;
+    uint16_t *k = (uint16_t *)d.kv.index_k + op_slot(&d.batch, 0, 2000) * 4;
+    k[2] = nbi_f32_bf16(100 * d.q[2]);
+    k[3] = nbi_f32_bf16(100 * d.q[3]);
+    int32_t sel[64];
+    run(&d, sel);
+    bool found = false;
+    for (int i = 0; i < 64; i++) found |= sel[i] == 2000;
+    assert_true(found);
+    ix_check(&d, 0, sel);
+    ix_free(&d);
+}
+
+/* The same list in one batch, in chunks and row by row; with many equal scores. */
+static void bits(const index_case *c)
+{
+    const uint32_t lengths[] = {700, 90}, rows[] = {20, 90};
+    index_data d;
+    ix_make(&d, c, lengths, rows, 2);
+    const uint32_t T = d.batch.b.n_rows, topk = c->topk;
+    uint16_t *k = d.kv.index_k;
+    for (uint32_t p = 0; p < 700; p += 3)
+        memcpy(k + op_slot(&d.batch, 0, p) * c->dim, k + op_slot(&d.batch, 0, 0) * c->dim,
+               c->dim * sizeof *k);
+    const nbi_limits limits = ix_limits(&d);
+    int32_t *all = op_alloc((size_t)T * topk * 4), *part = op_alloc((size_t)T * topk * 4);
+    nbi_backend *g = gpu_open(&limits);
+    gpu_buffer keys = keys_of(g, &d);
+    run_on(g, &d, &keys, &d.batch.b, 0, all);
+    static const uint32_t chunks[] = {64, 7, 1};
+    for (int i = 0; i < 3; i++) {
+        for (uint32_t t = 0, end; t < T; t = end) {
+            for (end = t; end < T && end - t < chunks[i] && d.batch.seq[end] == d.batch.seq[t];)
+                end++;
+            op_batch b;
+            op_batch_slice(&b, &d.batch, t, end);
+            run_on(g, &d, &keys, &b.b, t, part + (size_t)t * topk);
+            op_batch_free(&b);
+        }
+        assert_memory_equal(all, part, (size_t)T * topk * 4);
+    }
+    gpu_free(&keys);
+    gpu_close(g);
+    op_free(all);
+    op_free(part);
+    ix_free(&d);
+}
+
+static void test_bits(void **state)
+{
+    (void)state;
+    bits(&(index_case){5, 24, 8, 50, NBI_BF16, true});
+}
+
+static void check_append(nbi_dtype dtype, bool pairs)
+{
+    enum { D = 40, ROPE = 12 };
+    const uint32_t lengths[] = {70, 64, 1}, rows[] = {20, 1, 1};
+    op_batch b;
+    op_batch_make(&b, lengths, rows, 3);
+    const uint32_t T = b.b.n_rows;
+    float *k = op_floats((size_t)T * D), *w = op_floats(D), *bias = op_floats(D);
+    float *cs = op_floats((size_t)T * ROPE / 2), *sn = op_floats((size_t)T * ROPE / 2);
+    for (size_t i = 0; i < (size_t)T * D; i++) k[i] = 5 + 0.01f * op_normal(); /* far from zero */
+    op_fill(w, D, 1);
+    op_fill(bias, D, 1);
+    op_fill(cs, (size_t)T * ROPE / 2, 1);
+    op_fill(sn, (size_t)T * ROPE / 2, 1);
+    const nbi_limits limits = {.max_rows = T, .max_seqs = 3, .max_context = 70};
+    nbi_backend *g = gpu_open(&limits);
+    gpu_buffer gk = gpu_floats(g, k, T * D), gw = gpu_floats(g, w, D), gb = gpu_floats(g, bias, D);
+    gpu_buffer gc = gpu_floats(g, cs, T * ROPE / 2), gs = gpu_floats(g, sn, T * ROPE / 2);
+    gpu_buffer cache = gpu_poisoned(g, (size_t)b.n_pages * 64 * D * (nbi_dtype_bits(dtype) / 8));
+    const nbi_kv_layer layer = {.dtype = dtype, .index_k = cache.p};
+    const nbi_rope_rows rope = {.cos = gc.p, .sin = gs.p, .dim = ROPE, .interleaved = pairs};
+    g->ops->index_append(g, &(nbi_index_append_args){.k = gk.p,
+                                                     .norm_weight = gw.p,
+                                                     .norm_bias = gb.p,
+                                                     .eps = 1e-6f,
+                                                     .index_dim = D,
+                                                     .rope = &rope,
+                                                     .cache = &layer,
+                                                     .batch = gpu_step(g, &b.b)});
+    gpu_step_end(g);
+    void *got_cache = gpu_read(&cache);
+    for (uint32_t t = 0; t < T; t++) {
+        double x[D], mean = 0, var = 0;
+        float got[D];
+        for (int i = 0; i < D; i++) mean += (double)k[t * D + i] / D;
+        for (int i = 0; i < D; i++) var += pow((double)k[t * D + i] - mean, 2) / D;
+        for (int i = 0; i < D; i++)
+            x[i] = ((double)k[t * D + i] - mean) / sqrt(var + (double)1e-6f) * (double)w[i] +
+                   (double)bias[i];
+        for (int i = 0; i < ROPE / 2; i++) {
+            const int p = pairs ? 2 * i : i, q = pairs ? 2 * i + 1 : i + ROPE / 2;
+            const double u = x[p], v = x[q], c = (double)cs[t * ROPE / 2 + i],
+                         s = (double)sn[t * ROPE / 2 + i];
+            x[p] = u * c - v * s;
+            x[q] = u * s + v * c;
+        }
+        const size_t at = op_slot(&b, (uint32_t)b.seq[t], (uint32_t)b.pos[t]) * D;
+        for (int i = 0; i < D; i++) got[i] = (float)op_cache_at(got_cache, dtype, at + i);
+        OP_ASSERT_ERROR(op_error(got, x, D), dtype == NBI_F32 ? 1e-6 : 0.004, "index key %u", t);
+    }
+    free(got_cache);
+    gpu_buffer *buffers[] = {&gk, &gw, &gb, &gc, &gs, &cache};
+    for (size_t i = 0; i < sizeof buffers / sizeof *buffers; i++) gpu_free(buffers[i]);
+    gpu_close(g);
+    float *hosts[] = {k, w, bias, cs, sn};
+    for (size_t i = 0; i < sizeof hosts / sizeof *hosts; i++) op_free(hosts[i]);
+    op_batch_free(&b);
+}
+
+static void test_append(void **state)
+{
+    (void)state;
+    for (int i = 0; i < 4; i++) check_append(i & 1 ? NBI_BF16 : NBI_F32, i & 2);
+}
+
+int main(int argc, char **argv)
+{
+    op_begin(argc, argv);
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_shapes),       cmocka_unit_test(test_ties),
+        cmocka_unit_test(test_long_context), cmocka_unit_test(test_bits),
+        cmocka_unit_test(test_append),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
