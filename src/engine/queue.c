@@ -6,6 +6,9 @@
 /* So often later ones may go before the first in line; then it is first come, first served until it
  * has gone. */
 #define LPM_PASSES 128u
+/* So often a request is passed by later ones, whatever their priority or client: then it is next.
+ */
+#define PASSES_MAX 1024u
 
 static void note_deadline(nb_engine *e, const nb_request *r)
 {
@@ -60,7 +63,7 @@ static bool is_better(const nb_engine *e, const nb_request *a, uint32_t a_pages,
 nb_request *nbi_queue_best(nb_engine *e)
 {
     nb_request *best = e->waiting_head;
-    if (!best) return NULL;
+    if (!best || best->passed >= PASSES_MAX) return best; /* nobody was passed more often */
     uint32_t best_pages = e->lpm ? nbi_request_peek_prefix(e, best) : 0, seen = 1;
     for (nb_request *r = best->next; r; r = r->next) {
         bool by_prefix = e->lpm && e->waiting_head->passed < LPM_PASSES && seen++ < LPM_WINDOW;

@@ -6,6 +6,7 @@
 #define DATA(name)     NBI_TEST_SOURCE_DIR "/tests/golden/data/" name
 #define ALWAYS_WAITING 3
 #define PASSES         128 /* of queue.c */
+#define PASSES_MAX     1024
 
 static nb_engine *open_engine(const char *policy)
 {
@@ -22,11 +23,11 @@ static nb_engine *open_engine(const char *policy)
 }
 
 /* 70 tokens that begin with `first`: one full page, the rest is of no interest. */
-static nb_request *submit(nb_engine *e, int32_t first)
+static nb_request *submit_as(nb_engine *e, int32_t first, int32_t priority)
 {
     int32_t prompt[70];
     for (int32_t i = 0; i < 70; i++) prompt[i] = (first + i * i) % 90;
-    nb_request_options o = {.prompt = prompt, .n_prompt = 70};
+    nb_request_options o = {.prompt = prompt, .n_prompt = 70, .priority = priority};
     nb_error err = {0};
     nb_request *r = NULL;
     nb_sampling_default(e, &o.sampling);
@@ -34,6 +35,11 @@ static nb_request *submit(nb_engine *e, int32_t first)
     o.sampling.ignore_eos = true;
     if (nb_request_submit(&r, e, &o, &err) != NB_OK) fail_msg("%s", err.text);
     return r;
+}
+
+static nb_request *submit(nb_engine *e, int32_t first)
+{
+    return submit_as(e, first, 0);
 }
 
 static bool has_ended(nb_request *r)
@@ -90,11 +96,37 @@ static void first_come_is_first_served(void **state)
     assert_int_equal(passed_over("fcfs"), 0);
 }
 
+/* A request that everything else goes before, by its priority, has its turn after so many. */
+static void a_low_priority_does_not_starve(void **state)
+{
+    (void)state;
+    nb_engine *e = open_engine("fcfs");
+    nb_request *low = submit_as(e, 2, 0), *high[2];
+    uint32_t ended = 0;
+    for (int i = 0; i < 2; i++) high[i] = submit_as(e, 1, -5);
+    while (!has_ended(low)) {
+        bool worked;
+        assert_true(ended < 2 * PASSES_MAX);
+        assert_int_equal(nb_engine_step(e, &worked, NULL), NB_OK);
+        for (int i = 0; i < 2; i++) {
+            if (!has_ended(high[i])) continue;
+            ended++;
+            nb_request_close(&high[i]);
+            high[i] = submit_as(e, 1, -5);
+        }
+    }
+    assert_in_range(ended, PASSES_MAX, PASSES_MAX + 1);
+    nb_request_close(&low);
+    for (int i = 0; i < 2; i++) finish(e, high[i]);
+    nb_engine_close(&e);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(longest_prefix_first_has_a_bound),
         cmocka_unit_test(first_come_is_first_served),
+        cmocka_unit_test(a_low_priority_does_not_starve),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
