@@ -66,6 +66,11 @@ static nb_status add_text(nbi_answer *a, nbi_piece_kind kind, uint32_t call, con
     return add_piece(a, &piece, text, n);
 }
 
+nb_status nbi_answer_add_content(nbi_answer *answer, const char *text, size_t n)
+{
+    return add_text(answer, NBI_PIECE_CONTENT, 0, text, n);
+}
+
 /* ---------------------------------------------------------------- calls */
 
 static nb_status begin_call(nbi_answer *a, const nbi_tool_item *item)

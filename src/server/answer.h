@@ -49,6 +49,9 @@ nb_status nbi_answer_init(nbi_answer *answer, nbi_tool_form form, json_t *tools,
                           bool first_call_only, nb_error *err);
 void nbi_answer_free(nbi_answer *answer);
 
+/* Content that is not the model's. */
+nb_status nbi_answer_add_content(nbi_answer *answer, const char *text, size_t n);
+
 /* Takes the text of an event, and with the last one (a finish) what was held back. */
 nb_status nbi_answer_take(nbi_answer *answer, nbi_reasoning *splitter, const nb_event *event);
 

@@ -80,7 +80,7 @@ static nb_status read(nbi_job *job, const json_t *body, nbi_api_error *e)
     if (job->params.n != 1) return nbi_api_field(e, "n", "one answer is all that this API gives");
     NB_TRY(read_stop_sequences(job, body, e));
     job->state = nbi_arena_alloc(&job->arena, sizeof(messages_state));
-    return job->state ? NB_OK : nbi_api_fail(e, 503, NULL, NULL, "no memory for this request");
+    return job->state ? NB_OK : nbi_api_no_memory(e, "this request");
 }
 
 /* ---------------------------------------------------------------- parts of replies */

@@ -17,7 +17,7 @@ static nb_status force_calls(nbi_job *job, const nbi_tool_choice *choice, nbi_ap
     const char *source = text ? nbi_arena_strndup(&job->arena, text, n) : NULL;
     json_decref(schema);
     nbi_free(text);
-    if (!source) return nbi_api_fail(e, 503, NULL, NULL, "no memory for the tools");
+    if (!source) return nbi_api_no_memory(e, "the tools");
     job->forced_calls = true;
     job->constraint = (nbi_constraint){
         .field = "tool_choice", .kind = NBI_GRAMMAR_JSON_SCHEMA, .source = source, .n_source = n};
@@ -85,7 +85,7 @@ nb_status nbi_job_encode_chat(nbi_job *job, const json_t *body, nbi_api_error *e
     }
     nbi_chat_prompt_free(&rendered);
     if (prompt && ids) return NB_OK;
-    return nbi_api_fail(e, 503, NULL, NULL, "no memory for the prompt");
+    return nbi_api_no_memory(e, "the prompt");
 }
 
 nb_status nbi_job_begin_chat(nbi_job *job, nbi_choice *c)
@@ -95,7 +95,9 @@ nb_status nbi_job_begin_chat(nbi_job *job, nbi_choice *c)
     bool split = job->separate_reasoning || job->forced_calls;
     nbi_reasoning_kind kind = split ? job->served->reasoning : NBI_REASONING_NONE;
     nbi_reasoning_init(&c->splitter, kind, job->starts_in_reasoning);
-    return nbi_answer_init(&c->answer, form, job->tools, job->one_call, NULL);
+    NB_TRY(nbi_answer_init(&c->answer, form, job->tools, job->one_call, NULL));
+    if (!job->echo_text) return NB_OK;
+    return nbi_answer_add_content(&c->answer, job->echo_text, strlen(job->echo_text));
 }
 
 nb_status nbi_job_take_chat(nbi_job *job, nbi_choice *c, const nb_event *event)

@@ -48,6 +48,11 @@ nb_status nbi_api_field(nbi_api_error *e, const char *param, const char *fmt, ..
     return nbi_api_fail(e, 400, NULL, param, "%s: %s", param, sentence);
 }
 
+nb_status nbi_api_no_memory(nbi_api_error *e, const char *what)
+{
+    return nbi_api_fail(e, 503, NULL, NULL, "no memory for %s", what);
+}
+
 /* HTTP status of a failure below the server. */
 static unsigned http_of(nb_status status)
 {

@@ -26,6 +26,9 @@ nb_status nbi_api_fail(nbi_api_error *e, unsigned http, const char *code, const 
 /* 400 for a field: "<param>: <sentence>". */
 nb_status nbi_api_field(nbi_api_error *e, const char *param, const char *fmt, ...) NBI_PRINTF(3, 4);
 
+/* 503: "no memory for <what>". */
+nb_status nbi_api_no_memory(nbi_api_error *e, const char *what);
+
 /* Translates a failure of the engine or of the text room. `param`: the field that is to blame when
  * the input is. */
 nb_status nbi_api_from(nbi_api_error *e, nb_status status, const nb_error *err, const char *param);

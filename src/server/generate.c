@@ -116,20 +116,6 @@ static nb_status read_logprobs(nbi_job *job, nbi_generate *g, const json_t *body
     return NB_OK;
 }
 
-static nb_status keep_name(nbi_job *job, const char **out, const json_t *value, const char *param,
-                           nbi_api_error *e)
-{
-    if (!json_is_string(value)) {
-        return nbi_api_field(e, param, "expected a string, found %s", nbi_json_kind(value));
-    }
-    size_t n = json_string_length(value);
-    if (n == 0 || n > NBI_NAME_BYTES_MAX) {
-        return nbi_api_field(e, param, "has %zu bytes, expected 1 to %d", n, NBI_NAME_BYTES_MAX);
-    }
-    *out = nbi_arena_strndup(&job->arena, json_string_value(value), n);
-    return *out ? NB_OK : nbi_api_fail(e, 503, NULL, NULL, "no memory for this request");
-}
-
 /* One name for the request, or one for every prompt. */
 static nb_status read_rids(nbi_job *job, const json_t *body, nbi_api_error *e)
 {
@@ -138,17 +124,17 @@ static nb_status read_rids(nbi_job *job, const json_t *body, nbi_api_error *e)
     size_t i, n = nbi_prompts_are_batch(prompt) ? json_array_size(prompt) : 1;
     if (!rid) return NB_OK;
     job->name_is_id = true;
-    if (!json_is_array(rid)) return keep_name(job, &job->name, rid, "rid", e);
+    if (!json_is_array(rid)) return nbi_job_keep_name(job, &job->name, rid, "rid", e);
     if (json_array_size(rid) != n) {
         return nbi_api_field(e, "rid", "%zu names for %zu prompts", json_array_size(rid), n);
     }
     const char **names = nbi_arena_alloc(&job->arena, n * sizeof *names);
-    if (!names) return nbi_api_fail(e, 503, NULL, NULL, "no memory for this request");
+    if (!names) return nbi_api_no_memory(e, "this request");
     json_array_foreach(rid, i, value)
     {
         char param[NBI_PARAM_MAX];
         snprintf(param, sizeof param, "rid[%zu]", i);
-        NB_TRY(keep_name(job, &names[i], value, param, e));
+        NB_TRY(nbi_job_keep_name(job, &names[i], value, param, e));
     }
     job->names = names;
     return NB_OK;
@@ -158,7 +144,7 @@ static nb_status read(nbi_job *job, const json_t *body, nbi_api_error *e)
 {
     nbi_generate *g = job->state = nbi_arena_alloc(&job->arena, sizeof *g);
     int64_t priority = 0;
-    if (!g) return nbi_api_fail(e, 503, NULL, NULL, "no memory for this request");
+    if (!g) return nbi_api_no_memory(e, "this request");
     NB_TRY(read_sampling(job, g, body, e));
     NB_TRY(check_prompt(job, body, e));
     NB_TRY(nbi_field_bool(&job->params.stream, body, "", "stream", e));

@@ -53,6 +53,6 @@ unsigned nbi_get_health(nbi_exchange *ex, nbi_buf *out)
         break;
     }
     if (status == NB_OK) return http;
-    nbi_api_fail(&ex->error, 503, NULL, NULL, "no memory for the reply");
+    nbi_api_no_memory(&ex->error, "the reply");
     return 0;
 }

@@ -17,7 +17,7 @@ static nb_status read(nbi_job *job, const json_t *body, nbi_api_error *e)
     nb_engine_stats stats;
     state *s = nbi_arena_alloc(&job->arena, sizeof *s);
     (void)body;
-    if (!s) return nbi_api_fail(e, 503, NULL, NULL, "no memory for this request");
+    if (!s) return nbi_api_no_memory(e, "this request");
     nb_engine_get_stats(job->served->engine, &stats);
     s->steps = stats.n_steps;
     job->state = s;
@@ -37,7 +37,7 @@ static nb_status encode(nbi_job *job, const json_t *body, nbi_api_error *e)
     nbi_prompt *prompt = nbi_arena_alloc(&job->arena, sizeof *prompt);
     int32_t *ids = nbi_arena_alloc(&job->arena, sizeof *ids);
     (void)body;
-    if (!prompt || !ids) return nbi_api_fail(e, 503, NULL, NULL, "no memory for this request");
+    if (!prompt || !ids) return nbi_api_no_memory(e, "this request");
     ids[0] = job->served->info.n_eos ? job->served->info.eos_ids[0] : 0;
     *prompt = (nbi_prompt){.ids = ids, .n_ids = 1};
     job->prompts = prompt;

@@ -226,7 +226,7 @@ static enum MHD_Result take_body(nbi_exchange *ex, const char *data, size_t n)
                          "the body is larger than the %llu bytes that are read",
                          (unsigned long long)ex->server->options.max_body_bytes);
         } else {
-            nbi_api_fail(&ex->error, 503, NULL, NULL, "no memory for the request body");
+            nbi_api_no_memory(&ex->error, "the request body");
         }
     }
     ex->discarded += n;

@@ -13,11 +13,6 @@
 
 /* ---------------------------------------------------------------- opening */
 
-static nb_status no_memory(nbi_api_error *e)
-{
-    return nbi_api_fail(e, 503, NULL, NULL, "no memory for this request");
-}
-
 /* The part of every reply and event before the first choice. */
 static nb_status write_head(nbi_job *job)
 {
@@ -42,7 +37,7 @@ static nb_status keep_stop_strings(nbi_job *job, nbi_api_error *e)
     for (uint32_t i = 0; i < s->n_stop_strings; i++) {
         s->stop_strings[i] =
             nbi_arena_strndup(&job->arena, s->stop_strings[i], strlen(s->stop_strings[i]));
-        if (!s->stop_strings[i]) return no_memory(e);
+        if (!s->stop_strings[i]) return nbi_api_no_memory(e, "this request");
     }
     return NB_OK;
 }
@@ -53,24 +48,30 @@ static const char *prompt_field(const nbi_job *job)
     return field ? field : "prompt";
 }
 
+nb_status nbi_job_keep_name(nbi_job *job, const char **out, const json_t *value, const char *param,
+                            nbi_api_error *e)
+{
+    if (!json_is_string(value)) {
+        return nbi_api_field(e, param, "expected a string, found %s", nbi_json_kind(value));
+    }
+    size_t n = json_string_length(value);
+    if (n == 0 || n > NBI_NAME_BYTES_MAX) {
+        return nbi_api_field(e, param, "has %zu bytes, expected 1 to %d", n, NBI_NAME_BYTES_MAX);
+    }
+    *out = nbi_arena_strndup(&job->arena, json_string_value(value), n);
+    return *out ? NB_OK : nbi_api_no_memory(e, "this request");
+}
+
 /* What the client calls the request: SGLang's "rid", which replies have as their id, or vLLM's
  * "request_id". */
 static nb_status read_name(nbi_job *job, const json_t *body, nbi_api_error *e)
 {
-    const char *rid = NULL, *request_id = NULL;
-    if (job->names) return NB_OK; /* read by the surface */
-    NB_TRY(nbi_field_str(&request_id, body, "", "request_id", e));
-    NB_TRY(nbi_field_str(&rid, body, "", "rid", e));
-    const char *name = rid ? rid : request_id, *field = rid ? "rid" : "request_id";
-    if (!name) return NB_OK;
-    size_t n = strlen(name);
-    if (n == 0) return nbi_api_field(e, field, "is empty");
-    if (n > NBI_NAME_BYTES_MAX) {
-        return nbi_api_field(e, field, "has %zu bytes, at most %d", n, NBI_NAME_BYTES_MAX);
-    }
-    job->name = nbi_arena_strndup(&job->arena, name, n);
-    job->name_is_id = rid != NULL;
-    return job->name ? NB_OK : no_memory(e);
+    const json_t *rid = nbi_field(body, "rid"), *request_id = nbi_field(body, "request_id");
+    if (job->names || job->name) return NB_OK; /* read by the surface */
+    if (request_id) NB_TRY(nbi_job_keep_name(job, &job->name, request_id, "request_id", e));
+    if (!rid) return NB_OK;
+    job->name_is_id = true;
+    return nbi_job_keep_name(job, &job->name, rid, "rid", e);
 }
 
 static nb_status check_prompts(const nbi_job *job, nbi_api_error *e)
@@ -101,7 +102,7 @@ static nb_status make_choices(nbi_job *job, nbi_api_error *e)
                              p->best_of > p->n ? "best_of" : "n", p->best_of, NBI_CHOICES_MAX);
     }
     job->choices = nbi_calloc((size_t)n, sizeof *job->choices);
-    if (!job->choices) return no_memory(e);
+    if (!job->choices) return nbi_api_no_memory(e, "this request");
     job->n_choices = (uint32_t)n;
     for (uint32_t i = 0; i < job->n_choices; i++) {
         nbi_choice *c = &job->choices[i];
@@ -111,7 +112,7 @@ static nb_status make_choices(nbi_job *job, nbi_api_error *e)
         c->matched_id = c->matched_string = -1;
         atomic_init(&c->signalled, false);
         atomic_init(&c->was_aborted, false);
-        if (job->surface->begin(job, c) != NB_OK) return no_memory(e);
+        if (job->surface->begin(job, c) != NB_OK) return nbi_api_no_memory(e, "this request");
     }
     return NB_OK;
 }
@@ -190,7 +191,7 @@ nb_status nbi_job_open(nbi_job **out, const nbi_surface *surface, const nbi_serv
 {
     nb_status status = NB_OK;
     nbi_job *job = nbi_calloc(1, sizeof *job);
-    if (!job) return no_memory(e);
+    if (!job) return nbi_api_no_memory(e, "this request");
     job->surface = surface;
     job->served = served;
     job->facts = &served->facts;
@@ -213,7 +214,7 @@ nb_status nbi_job_open(nbi_job **out, const nbi_surface *surface, const nbi_serv
     NB_TRY_OR(status, make_choices(job, e), fail);
     NB_TRY_OR(status, nbi_job_make_grammars(job, e), fail);
     if (write_head(job) != NB_OK) {
-        status = no_memory(e);
+        status = nbi_api_no_memory(e, "this request");
         goto fail;
     }
     if (!job->order) NB_TRY_OR(status, submit_all(job, e), fail);
@@ -380,7 +381,7 @@ static void read_choice(nbi_job *job, nbi_choice *c)
            (status = nb_request_read(c->request, &event, 0, &err)) == NB_OK) {
         if (take_event(job, c, &event) != NB_OK) {
             nbi_api_error e = {0};
-            no_memory(&e);
+            nbi_api_no_memory(&e, "this request");
             nbi_job_fail(job, &e);
         }
     }
@@ -524,7 +525,7 @@ void nbi_job_pump(nbi_job *job, nbi_buf *out)
         size_t before = out->len;
         if (job->surface->write_delta(job, c, out) != NB_OK) {
             nbi_api_error e = {0};
-            no_memory(&e);
+            nbi_api_no_memory(&e, "this request");
             nbi_job_fail(job, &e);
             out->len = before;
         }
@@ -576,6 +577,7 @@ static nb_status write_reply(nbi_job *job, nbi_buf *out)
 
 bool nbi_job_reply(nbi_job *job, nbi_buf *out)
 {
-    if (job->error.http == 0 && write_reply(job, out) != NB_OK) no_memory(&job->error);
+    if (job->error.http == 0 && write_reply(job, out) != NB_OK)
+        nbi_api_no_memory(&job->error, "this request");
     return job->error.http == 0;
 }

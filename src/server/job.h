@@ -120,6 +120,7 @@ struct nbi_job {
     nbi_arena arena;            /* prompts, stop strings */
     nbi_params params;
     bool echo;                /* completions: the prompt is part of the text */
+    const char *echo_text;    /* chat: the content begins with it, in the arena; NULL: none */
     bool separate_reasoning;  /* chat: false leaves the thinking in the content */
     bool include_reasoning;   /* chat: false drops it */
     json_t *chat;             /* chat: what nbi_chat_encode() takes; until it is encoded */
@@ -185,6 +186,10 @@ void nbi_job_fail(nbi_job *job, const nbi_api_error *e);
 void nbi_job_close(nbi_job **job);
 
 /* ---- shared by the surfaces */
+
+/* A name that a client gives a request, checked, into the arena. */
+nb_status nbi_job_keep_name(nbi_job *job, const char **out, const json_t *value, const char *param,
+                            nbi_api_error *e);
 
 /* `,"usage":{...}`; choice NULL: of the whole job. */
 nb_status nbi_job_write_usage(const nbi_job *job, const nbi_choice *choice, nbi_buf *out);

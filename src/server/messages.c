@@ -7,7 +7,7 @@
 #include "text/chat.h"
 #include "text/tool_choice.h"
 
-#define NO_MEMORY(e) nbi_api_fail(e, 503, NULL, NULL, "no memory for the messages of this request")
+#define NO_MEMORY(e) nbi_api_no_memory(e, "the messages of this request")
 
 /* ---------------------------------------------------------------- messages */
 
@@ -148,14 +148,8 @@ static nb_status read_kwargs(json_t *kwargs, const json_t *body, nbi_api_error *
 /* Fields of chat requests whose effect is not built; ignoring them would change the answer. */
 static nb_status refuse_unsupported(const json_t *body, nbi_api_error *e)
 {
-    static const char *const switches[] = {"echo"};
     static const char *const values[] = {"chat_template", "documents", "functions",
                                          "function_call", "audio",     "input_ids"};
-    for (size_t i = 0; i < sizeof switches / sizeof *switches; i++) {
-        bool on = false;
-        NB_TRY(nbi_field_bool(&on, body, "", switches[i], e));
-        if (on) return nbi_api_field(e, switches[i], "not supported by this server");
-    }
     for (size_t i = 0; i < sizeof values / sizeof *values; i++) {
         if (nbi_field(body, values[i])) {
             return nbi_api_field(e, values[i], "not supported by this server");

@@ -283,6 +283,6 @@ unsigned nbi_get_metrics(nbi_exchange *ex, nbi_buf *out)
     ex->content_type = "text/plain; version=0.0.4; charset=utf-8";
     if (write_page(&p) == NB_OK) return 200;
     ex->content_type = NULL;
-    nbi_api_fail(&ex->error, 503, NULL, NULL, "no memory for the reply");
+    nbi_api_no_memory(&ex->error, "the reply");
     return 0;
 }

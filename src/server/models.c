@@ -31,7 +31,7 @@ static nb_status write_list(const nbi_served *served, nbi_buf *out)
 static unsigned done(nbi_exchange *ex, nb_status status)
 {
     if (status == NB_OK) return 200;
-    nbi_api_fail(&ex->error, 503, NULL, NULL, "no memory for the reply");
+    nbi_api_no_memory(&ex->error, "the reply");
     return 0;
 }
 

@@ -1,7 +1,9 @@
 /* POST /v1/chat/completions: messages in; reasoning, content and tool calls out.
  *
- * Fields beside the shared ones: those of messages.h, logprobs and top_logprobs, separate_reasoning
- * and include_reasoning. Called through nbi_surface_chat by job.c. */
+ * Fields beside the shared ones: those of messages.h, logprobs and top_logprobs,
+ * separate_reasoning, include_reasoning and echo. Called through nbi_surface_chat by job.c. */
+#include <string.h>
+
 #include "server/job.h"
 
 /* ---------------------------------------------------------------- read */
@@ -19,6 +21,20 @@ static nb_status read_logprobs(nbi_job *job, const json_t *body, nbi_api_error *
     return NB_OK;
 }
 
+/* vLLM's: when the last message is the assistant's, the answer begins with it. */
+static nb_status read_echo(nbi_job *job, const json_t *body, nbi_api_error *e)
+{
+    bool echo = false;
+    const json_t *messages = json_object_get(job->chat, "messages");
+    const json_t *last = json_array_get(messages, json_array_size(messages) - 1);
+    const char *role = json_string_value(json_object_get(last, "role"));
+    const char *content = json_string_value(json_object_get(last, "content"));
+    NB_TRY(nbi_field_bool(&echo, body, "", "echo", e));
+    if (!echo || !role || strcmp(role, "assistant") != 0 || !content) return NB_OK;
+    job->echo_text = nbi_arena_strndup(&job->arena, content, strlen(content));
+    return job->echo_text ? NB_OK : nbi_api_no_memory(e, "this request");
+}
+
 static nb_status read(nbi_job *job, const json_t *body, nbi_api_error *e)
 {
     job->separate_reasoning = job->include_reasoning = true;
@@ -27,7 +43,8 @@ static nb_status read(nbi_job *job, const json_t *body, nbi_api_error *e)
     NB_TRY(read_logprobs(job, body, e));
     NB_TRY(nbi_field_bool(&job->separate_reasoning, body, "", "separate_reasoning", e));
     NB_TRY(nbi_field_bool(&job->include_reasoning, body, "", "include_reasoning", e));
-    return nbi_job_read_chat(job, body, e);
+    NB_TRY(nbi_job_read_chat(job, body, e));
+    return read_echo(job, body, e);
 }
 
 /* ---------------------------------------------------------------- whole reply */

@@ -11,11 +11,6 @@
 
 /* ---------------------------------------------------------------- read */
 
-static nb_status no_memory(nbi_api_error *e)
-{
-    return nbi_api_fail(e, 503, NULL, NULL, "no memory for this request");
-}
-
 static nb_status read_fields(nbi_job *job, const json_t *body, nbi_api_error *e)
 {
     nbi_params *p = &job->params;
@@ -74,13 +69,13 @@ static nb_status make_state(nbi_job *job, const json_t *body, nbi_api_error *e)
 {
     nbi_responses_state *s = nbi_arena_alloc(&job->arena, sizeof *s);
     nbi_buf text = {0};
-    if (!s) return no_memory(e);
+    if (!s) return nbi_api_no_memory(e, "this request");
     if (write_echo(job, body, &text) == NB_OK) {
         s->echo = nbi_arena_strndup(&job->arena, text.data, text.len);
     }
     nbi_buf_free(&text);
     job->state = s;
-    return s->echo ? NB_OK : no_memory(e);
+    return s->echo ? NB_OK : nbi_api_no_memory(e, "this request");
 }
 
 static nb_status read(nbi_job *job, const json_t *body, nbi_api_error *e)

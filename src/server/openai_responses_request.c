@@ -16,7 +16,7 @@ typedef struct builder {
 
 static nb_status no_memory(nbi_api_error *e)
 {
-    return nbi_api_fail(e, 503, NULL, NULL, "no memory for the input of this request");
+    return nbi_api_no_memory(e, "the input of this request");
 }
 
 static nb_status refuse_type(nbi_api_error *e, const char *place, const char *type,

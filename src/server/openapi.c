@@ -6,6 +6,6 @@
 unsigned nbi_get_openapi(nbi_exchange *ex, nbi_buf *out)
 {
     if (nbi_buf_add(out, nbi_openapi_json, nbi_openapi_bytes) == NB_OK) return 200;
-    nbi_api_fail(&ex->error, 503, NULL, NULL, "no memory for the reply");
+    nbi_api_no_memory(&ex->error, "the reply");
     return 0;
 }

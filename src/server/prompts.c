@@ -85,11 +85,6 @@ nb_status nbi_prompts_check(const json_t *prompt, const char *field, const nbi_a
 
 /* ---------------------------------------------------------------- encode */
 
-static nb_status no_memory(nbi_api_error *e)
-{
-    return nbi_api_fail(e, 503, NULL, NULL, "no memory for the prompt");
-}
-
 size_t nbi_prompts_max_ids(const nbi_job *job)
 {
     bool cut = job->params.truncate_prompt || job->surface->count_only;
@@ -114,7 +109,7 @@ static nb_status encode_text(nbi_job *job, nbi_prompt *prompt, const json_t *tex
         prompt->text = nbi_arena_strndup(&job->arena, json_string_value(text), n);
         prompt->n_text = n;
     }
-    return own && (!job->echo || prompt->text) ? NB_OK : no_memory(e);
+    return own && (!job->echo || prompt->text) ? NB_OK : nbi_api_no_memory(e, "the prompt");
 }
 
 /* What echo shows of ids. */
@@ -128,7 +123,7 @@ static nb_status show_ids(nbi_job *job, nbi_prompt *prompt, nbi_api_error *e)
     if (status != NB_OK) return nbi_api_from(e, status, &err, job->prompt_field);
     prompt->text = nbi_arena_strndup(&job->arena, text, prompt->n_text);
     nb_free(text);
-    return prompt->text ? NB_OK : no_memory(e);
+    return prompt->text ? NB_OK : nbi_api_no_memory(e, "the prompt");
 }
 
 static nb_status encode_ids(nbi_job *job, nbi_prompt *prompt, const json_t *ids, nbi_api_error *e)
@@ -136,7 +131,7 @@ static nb_status encode_ids(nbi_job *job, nbi_prompt *prompt, const json_t *ids,
     size_t i;
     const json_t *value;
     int32_t *own = nbi_arena_alloc(&job->arena, json_array_size(ids) * sizeof *own);
-    if (!own) return no_memory(e);
+    if (!own) return nbi_api_no_memory(e, "the prompt");
     json_array_foreach(ids, i, value) own[i] = (int32_t)json_number_value(value);
     prompt->ids = own;
     prompt->n_ids = json_array_size(ids);
@@ -167,7 +162,7 @@ nb_status nbi_prompts_encode(nbi_job *job, const json_t *prompt, const char *fie
     size_t n = batch ? json_array_size(prompt) : 1;
     job->prompt_field = field;
     job->prompts = nbi_arena_alloc(&job->arena, n * sizeof *job->prompts);
-    if (!job->prompts) return no_memory(e);
+    if (!job->prompts) return nbi_api_no_memory(e, "the prompt");
     job->n_prompts = (uint32_t)n;
     if (!batch) return encode_one(job, job->prompts, prompt, field, e);
     for (size_t i = 0; i < n; i++) {

@@ -6,7 +6,7 @@
 
 static nb_status no_memory(nbi_api_error *e)
 {
-    return nbi_api_fail(e, 503, NULL, NULL, "no memory for the constraint of this request");
+    return nbi_api_no_memory(e, "the constraint of this request");
 }
 
 static nb_status wrong_type(nbi_api_error *e, const char *field, const json_t *value,

@@ -12,16 +12,11 @@ typedef struct tokens_state {
     bool keeps_special; /* detokenize */
 } tokens_state;
 
-static nb_status no_memory(nbi_api_error *e)
-{
-    return nbi_api_fail(e, 503, NULL, NULL, "no memory for this request");
-}
-
 /* The name of the model has to fit, and there has to be a tokenizer. */
 static nb_status read_begin(nbi_job *job, const json_t *body, nbi_api_error *e)
 {
     job->state = nbi_arena_alloc(&job->arena, sizeof(tokens_state));
-    if (!job->state) return no_memory(e);
+    if (!job->state) return nbi_api_no_memory(e, "this request");
     return nbi_params_read_model(body, job->facts, e);
 }
 
@@ -159,7 +154,7 @@ static nb_status encode_detokenize(nbi_job *job, const json_t *body, nbi_api_err
     job->params.sampling.skip_special = !s->keeps_special;
     if (json_array_size(tokens)) return nbi_prompts_encode(job, tokens, "tokens", e);
     job->prompts = nbi_arena_alloc(&job->arena, sizeof *job->prompts);
-    if (!job->prompts) return no_memory(e);
+    if (!job->prompts) return nbi_api_no_memory(e, "this request");
     job->prompts[0].text = "";
     job->n_prompts = 1;
     return NB_OK;

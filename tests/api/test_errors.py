@@ -112,7 +112,7 @@ def test_min_above_max(server):
     ("chat_template_kwargs", 3, "chat_template_kwargs"), ("chat_template_kwargs", {"enable_thinking": "no"}, "chat_template_kwargs.enable_thinking"),
     ("reasoning_effort", 3, "reasoning_effort"), ("thinking", "on", "thinking"), ("thinking", {"type": "maybe"}, "thinking.type"),
     ("enable_thinking", 0, "enable_thinking"), ("best_of", 3, "best_of"), ("separate_reasoning", "x", "separate_reasoning"), ("continue_final_message", True, "continue_final_message"),
-    ("add_generation_prompt", "x", "add_generation_prompt"), ("echo", True, "echo"), ("functions", [{"name": "f"}], "functions"),
+    ("add_generation_prompt", "x", "add_generation_prompt"), ("echo", "x", "echo"), ("functions", [{"name": "f"}], "functions"),
 ], ids=lambda v: str(v)[:24])
 def test_chat_fields(server, key, value, param):
     error_of(server.post("/v1/chat/completions", {"messages": ASK, "max_tokens": 2, key: value}), param=param)

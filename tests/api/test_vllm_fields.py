@@ -55,6 +55,21 @@ def test_best_of(server):
     error_of(server.post("/v1/completions", {"prompt": "x", "n": 1, "best_of": 2, "stream": True}), param="best_of")
 
 
+@pytest.mark.parametrize("parts", [False, True])
+def test_chat_echo(server, parts):
+    """The last message comes first, streamed or not, if it is the assistant's; what is generated is the same."""
+    said = "The answer is"
+    messages = [*ASK, {"role": "assistant", "content": [{"type": "text", "text": said}] if parts else said}]
+    body = {"messages": messages, "continue_final_message": True, "max_tokens": 4, "temperature": 0, "ignore_eos": True, "logprobs": True}
+    plain, echoed = (chat(server, **body, echo=echo) for echo in (False, True))
+    content = plain["choices"][0]["message"]["content"]
+    assert echoed["choices"][0]["message"]["content"] == said + content
+    assert echoed["usage"] == plain["usage"] and echoed["choices"][0]["logprobs"] == plain["choices"][0]["logprobs"]
+    events = stream(server, "/v1/chat/completions", {**body, "echo": True})[:-1]
+    assert "".join(e["choices"][0]["delta"].get("content") or "" for e in events) == said + content
+    assert chat(server, echo=True)["choices"][0]["message"] == chat(server)["choices"][0]["message"]
+
+
 def tokens_per_event(server, path, body, **more):
     events = stream(server, path, {**body, "stream": True, "max_tokens": 65, "ignore_eos": True, **more})
     lists = [c["logprobs"] and (c["logprobs"].get("tokens") or c["logprobs"].get("content")) for e in events[:-1] for c in e["choices"]]
