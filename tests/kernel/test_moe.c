@@ -1,60 +1,9 @@
 /* MoE runners: every runner at every level of this machine against a float64 oracle; equal bits
  * over batches, neighbours and threads; ids of -1, NaN in one expert, unequal global scales, NVFP4
  * activations; names. `--bench` times them. */
-#include "matrix_util.h"
+#include "moe_util.h"
 
 #include "backend/cpu/linear.h"
-#include "moe/runner.h"
-
-/* Experts of one layer with everything the oracle needs. */
-typedef struct layer {
-    mat *gate, *up, *down; /* [n_experts] */
-    nbi_matrix *views;     /* [3 * n_experts] */
-    nbi_moe_experts e;
-} layer;
-
-static void make_layer(layer *l, nbi_weight_kind gate_up, nbi_weight_kind down, uint32_t n_experts,
-                       uint32_t top_k, uint32_t hidden, uint32_t inter, bool w4a4)
-{
-    l->gate = calloc(n_experts, sizeof *l->gate);
-    l->up = calloc(n_experts, sizeof *l->up);
-    l->down = calloc(n_experts, sizeof *l->down);
-    l->views = calloc(3 * (size_t)n_experts, sizeof *l->views);
-    for (uint32_t i = 0; i < n_experts; i++) {
-        mat_make(&l->gate[i], gate_up, inter, hidden, i % 2);
-        mat_make(&l->up[i], gate_up, inter, hidden, i % 3 == 0);
-        mat_make(&l->down[i], down, hidden, inter, i % 2);
-        l->gate[i].m.input_scale = op_uniform(0.001f, 0.002f);
-        l->up[i].m.input_scale = op_uniform(0.001f, 0.002f);
-        l->down[i].m.input_scale = op_uniform(0.001f, 0.002f);
-        l->views[i] = l->gate[i].m;
-        l->views[n_experts + i] = l->up[i].m;
-        l->views[2 * n_experts + i] = l->down[i].m;
-    }
-    l->e = (nbi_moe_experts){.shape = {.n_experts = n_experts,
-                                       .top_k = top_k,
-                                       .hidden = hidden,
-                                       .inter = inter,
-                                       .kind_gate_up = gate_up,
-                                       .kind_down = down,
-                                       .w4a4 = w4a4},
-                             .gate = l->views,
-                             .up = l->views + n_experts,
-                             .down = l->views + 2 * n_experts};
-}
-
-static void free_layer(layer *l)
-{
-    for (uint32_t i = 0; i < l->e.shape.n_experts; i++) {
-        mat_free(&l->gate[i]);
-        mat_free(&l->up[i]);
-        mat_free(&l->down[i]);
-    }
-    free(l->gate);
-    free(l->up);
-    free(l->down);
-    free(l->views);
-}
 
 static nbi_cpu *open_cpu(nbi_cpu_level level, uint32_t threads, bool w4a4)
 {
@@ -73,7 +22,7 @@ static nbi_cpu *open_cpu(nbi_cpu_level level, uint32_t threads, bool w4a4)
     return cpu;
 }
 
-static float *run(nbi_cpu *cpu, const nbi_moe_runner_ops *ops, const layer *l, const float *x,
+static float *run(nbi_cpu *cpu, const nbi_moe_runner_ops *ops, const moe_layer *l, const float *x,
                   const int32_t *ids, const float *weights, uint32_t n)
 {
     nb_error err = {0};
@@ -93,68 +42,19 @@ static float *run(nbi_cpu *cpu, const nbi_moe_runner_ops *ops, const layer *l, c
     return out;
 }
 
-static void random_routing(const layer *l, int32_t *ids, float *weights, uint32_t n)
-{
-    const uint32_t k = l->e.shape.top_k;
-    for (uint32_t t = 0; t < n; t++) {
-        for (uint32_t i = 0; i < k; i++) {
-            int32_t id;
-            bool seen;
-            do { /* distinct, as a router gives them; one in eight is missing */
-                id = (int32_t)op_below(l->e.shape.n_experts);
-                seen = false;
-                for (uint32_t j = 0; j < i; j++) seen |= ids[t * k + j] == id;
-            } while (seen);
-            ids[t * k + i] = op_below(8) == 0 ? -1 : id;
-            weights[t * k + i] = op_uniform(0.05f, 1);
-        }
-    }
-}
-
-/* out[hidden] of one row in double; NVFP4 activations rounded in float32 as the format does. */
-static void oracle_row(const layer *l, const float *x, const int32_t *ids, const float *weights,
-                       double *out)
-{
-    const nbi_moe_shape *s = &l->e.shape;
-    float *xr = malloc(s->hidden * sizeof *xr), *h = malloc(s->inter * sizeof *h);
-    double *g = malloc(s->inter * sizeof *g), *u = malloc(s->inter * sizeof *u);
-    double *y = malloc(s->hidden * sizeof *y);
-    memset(out, 0, s->hidden * sizeof *out);
-    for (uint32_t i = 0; i < s->top_k; i++) {
-        if (ids[i] < 0) continue;
-        const nbi_matrix *gate = &l->e.gate[ids[i]], *up = &l->e.up[ids[i]],
-                         *down = &l->e.down[ids[i]];
-        memcpy(xr, x, s->hidden * sizeof *xr);
-        if (s->w4a4)
-            nbi_nvfp4_round_row(
-                x, s->hidden,
-                gate->input_scale > up->input_scale ? gate->input_scale : up->input_scale, xr);
-        mat_product(g, NULL, gate, xr, 1, s->hidden);
-        mat_product(u, NULL, up, xr, 1, s->hidden);
-        for (uint32_t j = 0; j < s->inter; j++) h[j] = (float)(g[j] / (1 + exp(-g[j])) * u[j]);
-        if (s->w4a4) nbi_nvfp4_round_row(h, s->inter, down->input_scale, h);
-        mat_product(y, NULL, down, h, 1, s->inter);
-        for (uint32_t c = 0; c < s->hidden; c++) out[c] += (double)weights[i] * y[c];
-    }
-    free(xr);
-    free(h);
-    free(g);
-    free(u);
-    free(y);
-}
-
-static void check_layer(nbi_cpu *cpu, const nbi_moe_runner_ops *ops, const layer *l, uint32_t n,
+static void check_layer(nbi_cpu *cpu, const nbi_moe_runner_ops *ops, const moe_layer *l, uint32_t n,
                         double bound)
 {
     const nbi_moe_shape *s = &l->e.shape;
     float *x = op_floats((size_t)n * s->hidden), *weights = op_floats((size_t)n * s->top_k);
     int32_t *ids = op_alloc((size_t)n * s->top_k * sizeof *ids);
     op_fill(x, (size_t)n * s->hidden, 1);
-    random_routing(l, ids, weights, n);
+    moe_routing(l, ids, weights, n);
     float *out = run(cpu, ops, l, x, ids, weights, n);
     double *want = malloc(s->hidden * sizeof *want);
     for (uint32_t t = 0; t < n; t++) {
-        oracle_row(l, x + (size_t)t * s->hidden, ids + t * s->top_k, weights + t * s->top_k, want);
+        moe_oracle_row(l, x + (size_t)t * s->hidden, ids + t * s->top_k, weights + t * s->top_k,
+                       want);
         OP_ASSERT_ERROR(op_error(out + (size_t)t * s->hidden, want, s->hidden), bound,
                         "runner %s, %s, %s/%s, [%u, %u], row %u of %u", ops->name,
                         nbi_cpu_level_name(cpu->level), nbi_weight_kind_name(s->kind_gate_up),
@@ -170,6 +70,7 @@ static void check_layer(nbi_cpu *cpu, const nbi_moe_runner_ops *ops, const layer
 static void each(void (*test)(nbi_cpu_level level, const nbi_moe_runner_ops *ops))
 {
     for (const nbi_moe_runner_ops *const *r = nbi_moe_runners(); *r; r++) {
+        if (strncmp((*r)->name, "cuda", 4) == 0) continue; /* tests/cuda */
         for (int l = 0; l < NBI_CPU_LEVEL_COUNT; l++) {
             if ((nbi_cpu_level)l > nbi_cpu_detect()) {
                 print_message("level %s: not on this machine, skipped\n", nbi_cpu_level_name(l));
@@ -190,11 +91,11 @@ static void oracle_case(nbi_cpu_level level, const nbi_moe_runner_ops *ops)
     static const uint32_t rows[] = {1, 2, 5, 40};
     nbi_cpu *cpu = open_cpu(level, 3, false);
     for (size_t k = 0; k < sizeof kinds / sizeof *kinds; k++) {
-        layer l;
-        make_layer(&l, kinds[k][0], kinds[k][1], 6, 3, 112, 80, false);
+        moe_layer l;
+        moe_make(&l, kinds[k][0], kinds[k][1], 6, 3, 112, 80, false);
         const bool exact = level <= NBI_CPU_REFERENCE || strcmp(ops->name, "reference") == 0;
         for (size_t i = 0; i < 4; i++) check_layer(cpu, ops, &l, rows[i], exact ? 1e-6 : 6e-3);
-        free_layer(&l);
+        moe_free(&l);
     }
     op_close(cpu);
 }
@@ -210,11 +111,11 @@ static void test_oracle(void **state)
 static void w4a4_case(nbi_cpu_level level, const nbi_moe_runner_ops *ops)
 {
     nbi_cpu *cpu = open_cpu(level, 2, true);
-    layer l;
-    make_layer(&l, NBI_WEIGHT_NVFP4, NBI_WEIGHT_NVFP4, 5, 2, 96, 64, true);
+    moe_layer l;
+    moe_make(&l, NBI_WEIGHT_NVFP4, NBI_WEIGHT_NVFP4, 5, 2, 96, 64, true);
     check_layer(cpu, ops, &l, 1, 1e-2);
     check_layer(cpu, ops, &l, 30, 1e-2);
-    free_layer(&l);
+    moe_free(&l);
     op_close(cpu);
 }
 
@@ -224,40 +125,31 @@ static void test_w4a4(void **state)
     each(w4a4_case);
 }
 
-static void same_bits(const float *a, const float *b, size_t n, const char *what)
-{
-    for (size_t i = 0; i < n; i++) {
-        if (nbi_f32_bits(a[i]) == nbi_f32_bits(b[i])) continue;
-        print_error("%s: value %zu is %a, expected %a\n", what, i, (double)a[i], (double)b[i]);
-        fail();
-    }
-}
-
 /* Row by row, in small batches, and with more threads: the bits of the large batch. 700 rows are
  * more than one chunk of rows and more than one block of tokens per expert. */
 static void bits_case(nbi_cpu_level level, const nbi_moe_runner_ops *ops)
 {
     enum { N = 700, K = 2, H = 48, I = 64 };
     nbi_cpu *one = open_cpu(level, 1, false), *four = open_cpu(level, 4, false);
-    layer l;
-    make_layer(&l, NBI_WEIGHT_NVFP4, NBI_WEIGHT_NVFP4, 3, K, H, I, false);
+    moe_layer l;
+    moe_make(&l, NBI_WEIGHT_NVFP4, NBI_WEIGHT_NVFP4, 3, K, H, I, false);
     float *x = op_floats(N * H), *weights = op_floats(N * K);
     int32_t *ids = op_alloc(N * K * sizeof *ids);
     op_fill(x, N * H, 1);
-    random_routing(&l, ids, weights, N);
+    moe_routing(&l, ids, weights, N);
     float *want = run(one, ops, &l, x, ids, weights, N);
     static const uint32_t sizes[] = {1, 2, 3, 7, 16, 17, 64, 200, N};
     for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) {
         const uint32_t n = sizes[i], t = op_below(N - n + 1);
         float *out = run(i % 2 ? one : four, ops, &l, x + t * H, ids + t * K, weights + t * K, n);
-        same_bits(out, want + t * H, n * H, ops->name);
+        moe_same_bits(out, want + t * H, n * H, ops->name);
         op_free(out);
     }
     op_free(want);
     op_free(ids);
     op_free(weights);
     op_free(x);
-    free_layer(&l);
+    moe_free(&l);
     op_close(one);
     op_close(four);
 }
@@ -289,18 +181,18 @@ static void make_flat(flat *f, uint32_t rows, uint32_t cols, uint8_t scale, floa
                         .name = "expert"};
 }
 
-static layer flat_layer(flat f[3], nbi_matrix views[3], uint32_t hidden, uint32_t inter)
+static moe_layer flat_layer(flat f[3], nbi_matrix views[3], uint32_t hidden, uint32_t inter)
 {
     for (int i = 0; i < 3; i++) views[i] = f[i].m;
-    return (layer){.e = {.shape = {.n_experts = 1,
-                                   .top_k = 1,
-                                   .hidden = hidden,
-                                   .inter = inter,
-                                   .kind_gate_up = NBI_WEIGHT_NVFP4,
-                                   .kind_down = NBI_WEIGHT_NVFP4},
-                         .gate = &views[0],
-                         .up = &views[1],
-                         .down = &views[2]}};
+    return (moe_layer){.e = {.shape = {.n_experts = 1,
+                                       .top_k = 1,
+                                       .hidden = hidden,
+                                       .inter = inter,
+                                       .kind_gate_up = NBI_WEIGHT_NVFP4,
+                                       .kind_down = NBI_WEIGHT_NVFP4},
+                             .gate = &views[0],
+                             .up = &views[1],
+                             .down = &views[2]}};
 }
 
 /* C03: gate and up keep their own global scales: sums 0.32 and 1.28. */
@@ -312,7 +204,7 @@ static void c03_case(nbi_cpu_level level, const nbi_moe_runner_ops *ops)
     make_flat(&f[0], 16, 32, 0x38, 0.010f);
     make_flat(&f[1], 16, 32, 0x38, 0.040f);
     make_flat(&f[2], 32, 16, 0x38, 1.0f / 16);
-    layer l = flat_layer(f, views, 32, 16);
+    moe_layer l = flat_layer(f, views, 32, 16);
     float x[32];
     for (int i = 0; i < 32; i++) x[i] = 1;
     const int32_t id = 0;
@@ -340,7 +232,7 @@ static void c55_case(nbi_cpu_level level, const nbi_moe_runner_ops *ops)
     make_flat(&f[0], 16, 32, 0x38, 1); /* gate: 32; silu(32) = 32 */
     make_flat(&f[1], 16, 32, 0x38, 1.0f / 32);
     make_flat(&f[2], 32, 16, 0x38, 1.0f / 128);
-    layer l = flat_layer(f, views, 32, 16);
+    moe_layer l = flat_layer(f, views, 32, 16);
     float x[32];
     for (int i = 0; i < 32; i++) x[i] = 1;
     const int32_t id = 0;
@@ -362,8 +254,8 @@ static void c63_case(nbi_cpu_level level, const nbi_moe_runner_ops *ops)
 {
     enum { N = 4, K = 1, H = 64, I = 48 };
     nbi_cpu *cpu = open_cpu(level, 2, false);
-    layer l;
-    make_layer(&l, NBI_WEIGHT_NVFP4, NBI_WEIGHT_NVFP4, 2, K, H, I, false);
+    moe_layer l;
+    moe_make(&l, NBI_WEIGHT_NVFP4, NBI_WEIGHT_NVFP4, 2, K, H, I, false);
     float x[N * H];
     op_fill(x, N * H, 1);
     const float weights[N] = {1, 1, 1, 1};
@@ -372,15 +264,15 @@ static void c63_case(nbi_cpu_level level, const nbi_moe_runner_ops *ops)
     ((uint8_t *)l.gate[0].scales)[5] = 0x7f;
     ((uint8_t *)l.down[0].scales)[5] = 0x7f;
     float *unused = run(cpu, ops, &l, x, all_one, weights, N);
-    same_bits(unused, want, N * H, "NaN in an unused expert");
+    moe_same_bits(unused, want, N * H, "NaN in an unused expert");
     float *used = run(cpu, ops, &l, x, mixed, weights, N);
     for (int t = 0; t < N; t += 2)
-        same_bits(used + t * H, want + t * H, H, "NaN in another row's expert");
+        moe_same_bits(used + t * H, want + t * H, H, "NaN in another row's expert");
     for (int t = 1; t < N; t += 2) assert_true(isnan(used[t * H]));
     op_free(want);
     op_free(unused);
     op_free(used);
-    free_layer(&l);
+    moe_free(&l);
     op_close(cpu);
 }
 
@@ -396,8 +288,8 @@ static void c70_case(nbi_cpu_level level, const nbi_moe_runner_ops *ops)
 {
     enum { H = 32, I = 32 };
     nbi_cpu *cpu = open_cpu(level, 2, false);
-    layer l;
-    make_layer(&l, NBI_WEIGHT_NVFP4, NBI_WEIGHT_NVFP4, 3, 2, H, I, false);
+    moe_layer l;
+    moe_make(&l, NBI_WEIGHT_NVFP4, NBI_WEIGHT_NVFP4, 3, 2, H, I, false);
     static const char nowhere[1];
     l.views[0 + 2].data = l.views[3 + 2].data = l.views[6 + 2].data = nowhere;
     l.views[0 + 2].scales = l.views[3 + 2].scales = l.views[6 + 2].scales = nowhere;
@@ -412,7 +304,7 @@ static void c70_case(nbi_cpu_level level, const nbi_moe_runner_ops *ops)
     out = run(cpu, ops, &l, x, none, weights, 2);
     for (int i = 0; i < 2 * H; i++) assert_float_equal(out[i], 0, 0);
     op_free(out);
-    free_layer(&l);
+    moe_free(&l);
     op_close(cpu);
 }
 
@@ -466,8 +358,8 @@ static void test_names(void **state)
 static void refusal_case(nbi_cpu_level level, const nbi_moe_runner_ops *ops)
 {
     nbi_cpu *cpu = open_cpu(level, 1, false);
-    layer l;
-    make_layer(&l, NBI_WEIGHT_NVFP4, NBI_WEIGHT_NVFP4, 2, 1, 32, 32, false);
+    moe_layer l;
+    moe_make(&l, NBI_WEIGHT_NVFP4, NBI_WEIGHT_NVFP4, 2, 1, 32, 32, false);
     nbi_moe_layer *prepared = NULL;
     nb_error err;
     l.views[1].name = "layers.3.experts.1.gate_proj";
@@ -479,7 +371,7 @@ static void refusal_case(nbi_cpu_level level, const nbi_moe_runner_ops *ops)
     assert_int_equal(ops->prepare(&cpu->base, &prepared, &l.e, &err), NB_UNSUPPORTED);
     assert_non_null(strstr(err.text, "layers.3.experts.1.gate_proj"));
     assert_null(prepared);
-    free_layer(&l);
+    moe_free(&l);
     op_close(cpu);
 }
 
@@ -497,7 +389,7 @@ typedef struct bench {
     nbi_moe_layer *prepared;
     nbi_moe_args a;
     int32_t *ids;
-    layer *l;
+    moe_layer *l;
     float *weights;
 } bench;
 
@@ -511,8 +403,8 @@ static void bench_step(void *arg)
 static void bench_case(nbi_cpu_level level, uint32_t n, double bandwidth)
 {
     enum { E = 128, K = 8, H = 2048, I = 768 };
-    layer l;
-    make_layer(&l, NBI_WEIGHT_NVFP4, NBI_WEIGHT_NVFP4, E, K, H, I, false);
+    moe_layer l;
+    moe_make(&l, NBI_WEIGHT_NVFP4, NBI_WEIGHT_NVFP4, E, K, H, I, false);
     bench b = {.cpu = open_cpu(level, 0, false), .l = &l};
     nbi_moe_runner_choose(&b.ops, "cpu", &b.cpu->base, &l.e.shape, NULL);
     assert_int_equal(b.ops->prepare(&b.cpu->base, &b.prepared, &l.e, NULL), NB_OK);
@@ -550,7 +442,7 @@ static void bench_case(nbi_cpu_level level, uint32_t n, double bandwidth)
     op_free(out);
     op_free(weights);
     op_free(ids);
-    free_layer(&l);
+    moe_free(&l);
     op_close(b.cpu);
 }
 
