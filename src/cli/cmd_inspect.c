@@ -285,7 +285,7 @@ static void print_runners(const json_t *root)
     for (size_t i = 0; i < json_array_size(list); i++) {
         const json_t *o = json_array_get(list, i);
         bool runs = json_is_true(json_object_get(o, "runs"));
-        printf("    runner %-10s %s  %s\n", text(o, "name"), runs ? "yes" : "no ",
+        printf("    runner %-12s %s  %s\n", text(o, "name"), runs ? "yes" : "no ",
                runs ? text(o, "summary") : text(o, "reason"));
     }
 }

@@ -4,21 +4,55 @@
 #include <stdio.h>
 #include <string.h>
 
+#include "base/log.h"
 #include "moe/runners.h"
 
-static const nbi_moe_runner_ops *const runners[] = {&nbi_moe_runner_cpu, &nbi_moe_runner_reference,
-                                                    NULL};
+#if !NBI_WITH_CUDA
+/* Listed so that a user sees what a CUDA build would have. */
+static bool no_cuda(const nbi_backend *b, const nbi_moe_shape *shape, char *why, size_t why_bytes)
+{
+    (void)b, (void)shape;
+    snprintf(why, why_bytes, "this build has no CUDA");
+    return false;
+}
 
-/* Names that users bring from other engines and that mean kernels for GPUs. */
-static const char *const gpu_names[] = {"flashinfer_cutlass",
-                                        "flashinfer_cutedsl",
-                                        "flashinfer_trtllm",
-                                        "flashinfer_mxfp4",
-                                        "triton",
-                                        "triton_kernel",
-                                        "deep_gemm",
-                                        "cutlass",
-                                        "marlin"};
+#define ABSENT(id, text)                                                               \
+    static const nbi_moe_runner_ops absent_##id = {.version = 1,                       \
+                                                   .size = sizeof(nbi_moe_runner_ops), \
+                                                   .name = #id,                        \
+                                                   .summary = NBI_MOE_##text,          \
+                                                   .supports = no_cuda}
+ABSENT(cuda, CUDA_SUMMARY);
+ABSENT(cuda_gemv, CUDA_GEMV_SUMMARY);
+ABSENT(cuda_grouped, CUDA_GROUPED_SUMMARY);
+#define CUDA_RUNNERS &absent_cuda, &absent_cuda_gemv, &absent_cuda_grouped
+#else
+#define CUDA_RUNNERS &nbi_moe_runner_cuda, &nbi_moe_runner_cuda_gemv, &nbi_moe_runner_cuda_grouped
+#endif
+
+static const nbi_moe_runner_ops *const runners[] = {&nbi_moe_runner_cpu, &nbi_moe_runner_reference,
+                                                    CUDA_RUNNERS, NULL};
+
+/* Names that users bring from other engines and that mean kernels for GPUs: the runner that does
+ * that algorithm here, or why there is none. */
+static const struct foreign {
+    const char *name, *runner, *why;
+} foreign[] = {
+    {"flashinfer_cutlass", "cuda_grouped", NULL},
+    {"cutlass", "cuda_grouped", NULL},
+    {"triton", "cuda_grouped", NULL},
+    {"triton_kernel", "cuda_grouped", NULL},
+    {"deep_gemm", "cuda_grouped", NULL},
+    {"marlin", "cuda_grouped", NULL},
+    {"flashinfer_cutedsl", NULL,
+     "it is the masked grouped product of a fixed capacity per expert, which nibble does not have "
+     "yet; use \"cuda_grouped\" or \"auto\""},
+    {"flashinfer_trtllm", NULL,
+     "its kernels (trtllm-gen) exist for SM100 only, and not as source; use \"cuda_grouped\" or "
+     "\"auto\""},
+    {"flashinfer_mxfp4", NULL,
+     "it is for MXFP4 weights, which no model of nibble has; use \"auto\""},
+};
 
 const nbi_moe_runner_ops *const *nbi_moe_runners(void)
 {
@@ -56,25 +90,51 @@ static nb_status fail_unknown(const char *name, nb_error *err)
     return nbi_fail(err, NB_INVALID, "MoE runner \"%s\" is unknown; known are %s", name, known);
 }
 
+static const nbi_moe_runner_ops *find(const char *name)
+{
+    for (const nbi_moe_runner_ops *const *r = runners; *r; r++)
+        if (has_name(*r, name)) return *r;
+    return NULL;
+}
+
+static nb_status choose_named(const nbi_moe_runner_ops **out, const nbi_moe_runner_ops *r,
+                              const char *name, const nbi_backend *b, const nbi_moe_shape *shape,
+                              nb_error *err)
+{
+    char why[256] = "";
+    if (!r->supports(b, shape, why, sizeof why))
+        return nbi_fail(err, NB_UNSUPPORTED, "MoE runner \"%s\" cannot run this: %s", name, why);
+    *out = r;
+    return NB_OK;
+}
+
+static nb_status choose_foreign(const nbi_moe_runner_ops **out, const struct foreign *f,
+                                const nbi_backend *b, const nbi_moe_shape *shape, nb_error *err)
+{
+    if (strcmp(b->ops->name, "cuda") != 0)
+        return nbi_fail(err, NB_UNSUPPORTED,
+                        "MoE runner \"%s\" is a GPU runner and this is %s; use \"cpu\" or "
+                        "\"auto\" here",
+                        f->name, b->description);
+    if (!f->runner)
+        return nbi_fail(err, NB_UNSUPPORTED, "MoE runner \"%s\" cannot run here: %s", f->name,
+                        f->why);
+    const nbi_moe_runner_ops *r = find(f->runner);
+    NB_ASSERT(r);
+    NB_TRY(choose_named(out, r, f->name, b, shape, err));
+    nbi_log(NB_LOG_INFO, "MoE runner \"%s\": \"%s\" does that here (%s)", f->name, r->name,
+            r->summary);
+    return NB_OK;
+}
+
 nb_status nbi_moe_runner_choose(const nbi_moe_runner_ops **out, const char *name,
                                 const nbi_backend *b, const nbi_moe_shape *shape, nb_error *err)
 {
     if (!name || strcmp(name, "auto") == 0) return choose_auto(out, b, shape, err);
-    for (const nbi_moe_runner_ops *const *r = runners; *r; r++) {
-        if (!has_name(*r, name)) continue;
-        char why[256] = "";
-        if (!(*r)->supports(b, shape, why, sizeof why))
-            return nbi_fail(err, NB_UNSUPPORTED, "MoE runner \"%s\" cannot run this: %s", name,
-                            why);
-        *out = *r;
-        return NB_OK;
-    }
-    for (size_t i = 0; i < sizeof gpu_names / sizeof *gpu_names; i++) {
-        if (strcmp(gpu_names[i], name) == 0)
-            return nbi_fail(err, NB_UNSUPPORTED,
-                            "MoE runner \"%s\" is a GPU runner and this is %s; use \"cpu\" or "
-                            "\"auto\" here",
-                            name, b->description);
-    }
+    const nbi_moe_runner_ops *r = find(name);
+    if (r) return choose_named(out, r, name, b, shape, err);
+    for (size_t i = 0; i < sizeof foreign / sizeof *foreign; i++)
+        if (strcmp(foreign[i].name, name) == 0)
+            return choose_foreign(out, &foreign[i], b, shape, err);
     return fail_unknown(name, err);
 }

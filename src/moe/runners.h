@@ -10,6 +10,15 @@ extern "C" {
 extern const nbi_moe_runner_ops nbi_moe_runner_reference; /* reference/reference.c */
 extern const nbi_moe_runner_ops nbi_moe_runner_cpu;       /* cpu/cpu.c */
 
+/* cuda/moe_runners.cu, in builds with CUDA */
+extern const nbi_moe_runner_ops nbi_moe_runner_cuda;
+extern const nbi_moe_runner_ops nbi_moe_runner_cuda_gemv;
+extern const nbi_moe_runner_ops nbi_moe_runner_cuda_grouped;
+
+#define NBI_MOE_CUDA_SUMMARY         "cuda_gemv for few rows, cuda_grouped for more: one prepared form"
+#define NBI_MOE_CUDA_GEMV_SUMMARY    "weights streamed once for up to 8 rows, two kernels per layer"
+#define NBI_MOE_CUDA_GROUPED_SUMMARY "rows sorted by expert, grouped products on the matrix units"
+
 /* Checks what every runner needs: known kinds, equal shapes over the experts, columns that NVFP4
  * allows. NB_INVALID naming the matrix. */
 nb_status nbi_moe_experts_check(const nbi_moe_experts *e, nb_error *err);

@@ -302,6 +302,20 @@ NBI_DEV nbi_u32x2 nbi_load_once8(const void *p)
 #endif
 }
 
+/* A value that another kernel may have written while the kernel before this one still runs: read
+ * past the L1 cache. */
+template <class T> NBI_DEV T nbi_load_fresh(const T *p)
+{
+    static_assert(sizeof(T) == 4, "four bytes at a time");
+#if NBI_EMULATED
+    return *p;
+#else
+    T r;
+    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(r) : "l"(p) : "memory");
+    return r;
+#endif
+}
+
 /* Asynchronous copies of 16 bytes to shared memory; both addresses aligned to 16. With `take` false
  * the 16 bytes become zero and src is not read. */
 NBI_DEV void nbi_copy_async(void *shared, const void *src, bool take = true)

@@ -1,0 +1,68 @@
+/* MoE runners on the CUDA backend from inside: prepared experts and the two ways to run them.
+ * Private to src/moe/cuda. */
+#pragma once
+
+#include "backend/cuda/cuda_backend.h"
+#include "backend/cuda/tile.h"
+#include "moe/runners.h"
+
+#define NBI_MOE_TOP_K_MAX   32u
+#define NBI_MOE_EXPERTS_MAX 1024u
+
+/* The same matrix of every expert, packed; expert e lies e * stride bytes behind `first`. Gate and
+ * up are one interleaved matrix. */
+struct nbi_moe_weights {
+    nbi_cuda_packed first;
+    size_t stride;
+};
+
+/* One form for every runner here. */
+struct nbi_moe_layer {
+    nbi_moe_shape shape;
+    uint32_t layer;
+    void *block; /* device memory of all experts */
+    nbi_moe_weights gate_up, down;
+};
+
+NBI_DEV nbi_cuda_packed nbi_moe_expert(const nbi_moe_weights &w, uint32_t e)
+{
+    nbi_cuda_packed p = w.first;
+    const size_t at = e * w.stride;
+    p.data = static_cast<const char *>(p.data) + at;
+    p.scales = static_cast<const char *>(p.scales) + at;
+    p.row_scale = reinterpret_cast<const float *>(reinterpret_cast<const char *>(p.row_scale) + at);
+    return p;
+}
+
+/* silu(gate) * up. */
+NBI_DEV float nbi_moe_swiglu(float gate, float up)
+{
+    return gate / (1.0f + expf(-gate)) * up;
+}
+
+/* launch<KIND>(...) for a kind that nbi_moe_cuda_supports() let through. */
+#define NBI_MOE_BY_KIND(kind, launch, ...)                                       \
+    switch (kind) {                                                              \
+    case NBI_WEIGHT_NVFP4: launch<NBI_WEIGHT_NVFP4>(__VA_ARGS__); break;         \
+    case NBI_WEIGHT_BF16: launch<NBI_WEIGHT_BF16>(__VA_ARGS__); break;           \
+    case NBI_WEIGHT_F16: launch<NBI_WEIGHT_F16>(__VA_ARGS__); break;             \
+    case NBI_WEIGHT_FP8_BLOCK: launch<NBI_WEIGHT_FP8_BLOCK>(__VA_ARGS__); break; \
+    default: launch<NBI_WEIGHT_FP8_TENSOR>(__VA_ARGS__); break;                  \
+    }
+
+/* moe_prepare.cu */
+bool nbi_moe_cuda_supports(const nbi_backend *b, const nbi_moe_shape *shape, char *why,
+                           size_t why_bytes);
+nb_status nbi_moe_cuda_prepare(nbi_backend *b, nbi_moe_layer **out, const nbi_moe_experts *e,
+                               nb_error *err);
+void nbi_moe_cuda_release(nbi_backend *b, nbi_moe_layer **layer);
+
+/* moe_gemv.cu */
+bool nbi_moe_gemv_fits(const nbi_cuda *c, const nbi_moe_shape *shape); /* into shared memory */
+size_t nbi_moe_gemv_workspace(const nbi_moe_shape *shape, uint32_t max_rows);
+void nbi_moe_gemv_run(nbi_cuda *c, const nbi_moe_layer *l, const nbi_moe_args *a);
+
+/* moe_grouped.cu */
+bool nbi_moe_grouped_fits(const nbi_cuda *c, const nbi_moe_shape *shape);
+size_t nbi_moe_grouped_workspace(const nbi_moe_shape *shape, uint32_t max_rows);
+void nbi_moe_grouped_run(nbi_cuda *c, const nbi_moe_layer *l, const nbi_moe_args *a);

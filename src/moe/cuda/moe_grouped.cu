@@ -1,0 +1,592 @@
+/* Many rows: (row, slot) pairs are sorted by expert, and every expert's rows are multiplied with
+ * its weights on the matrix units. Callers: the runners cuda_grouped and cuda.
+ *
+ *   begin    pairs per expert are counted; x is converted once
+ *   place    pairs go to their places: by expert, then in order; the list of token tiles is built
+ *   gate_up  a block is (row tiles of an expert, token tile); SwiGLU in a thread; h in float32
+ *   convert  h as x: its exponents need whole chunks, which no block of gate_up sees
+ *   down     as gate_up, one result row per pair
+ *   combine  over the slots of a row, in order
+ *
+ * Grids have the size that the counts allow; blocks behind the real work leave at once. Weights go
+ * from memory to fragments in registers, rows of x through a ring in shared memory. */
+#include "moe/cuda/moe_tiles.h"
+
+#define THREADS  256u
+#define WARPS    (THREADS / NBI_WARP)
+#define ROWS_MAX 4096u /* of one pass: the results of all its pairs are in memory */
+#define STAGES   4u    /* k-tiles of x on their way or in use */
+#define TILE_MAX 128u  /* tokens */
+
+/* Tokens of one expert that a block takes. */
+struct token_tile {
+    uint32_t expert, first, n; /* places */
+};
+
+struct totals {
+    uint32_t n_tiles, n_places;
+};
+
+/* Device memory of one pass. */
+struct work {
+    uint32_t *count; /* [n_experts] */
+    uint32_t *pair;  /* [pairs] at a place */
+    uint32_t *place; /* [pairs] of a pair that has an expert */
+    token_tile *tiles;
+    totals *total;
+    char *xc, *hc;  /* converted rows */
+    float *xe, *he; /* 2^e, [rows][chunks] */
+    float *h, *y;   /* [pairs][inter], [pairs][hidden]: one memory, h ends where y begins to live */
+};
+
+static NBI_DEV bool valid(int32_t id, uint32_t n_experts)
+{
+    return id >= 0 && (uint32_t)id < n_experts;
+}
+
+/* ---------------------------------------------------------------- sorting, conversion */
+
+struct begin_args {
+    work w;
+    const int32_t *ids; /* [n_pairs] */
+    const float *x;     /* [n_rows][cols] */
+    uint32_t n_pairs, n_experts, n_rows, cols, count_blocks;
+};
+
+static NBI_DEV uint32_t count_expert(const int32_t *ids, uint32_t n_pairs, uint32_t e)
+{
+    uint32_t n = 0;
+    for (uint32_t i0 = 0; i0 < n_pairs; i0 += 4 * NBI_WARP) {
+#pragma unroll
+        for (uint32_t j = 0; j < 4; j++) {
+            const uint32_t i = i0 + j * NBI_WARP + (uint32_t)nbi_lane();
+            const bool same = i < n_pairs && ids[i] == (int32_t)e;
+            n += (uint32_t)__popc(__ballot_sync(NBI_FULL_MASK, same));
+        }
+    }
+    return n;
+}
+
+/* Rows of x by one warp per (row, chunk). */
+template <nbi_weight_kind KIND>
+static NBI_DEV void convert(char *to, float *unit, const float *x, uint32_t cols, uint32_t item)
+{
+    constexpr uint32_t TILES = nbi_chunk_tiles(KIND);
+    const uint32_t n_kt = (cols + NBI_TILE_COLS - 1) / NBI_TILE_COLS;
+    const uint32_t n_chunks = (n_kt + TILES - 1) / TILES;
+    const uint32_t c = item % n_chunks;
+    const size_t row = item / n_chunks;
+    const float two_e = nbi_moe_x_chunk<KIND>(to + (row * n_kt + c * TILES) * NBI_MOE_TILE_X_BYTES,
+                                              x + row * cols, c, cols);
+    if (nbi_lane() == 0) unit[item] = two_e;
+}
+
+template <nbi_weight_kind KIND>
+static __global__ void __launch_bounds__(THREADS) begin_kernel(const begin_args a)
+{
+    nbi_wait_before();
+    nbi_let_next();
+    const uint32_t warp = threadIdx.x / NBI_WARP;
+    if (blockIdx.x < a.count_blocks) {
+        const uint32_t e = blockIdx.x * WARPS + warp;
+        if (e >= a.n_experts) return;
+        const uint32_t n = count_expert(a.ids, a.n_pairs, e);
+        if (nbi_lane() == 0) a.w.count[e] = n;
+        return;
+    }
+    const uint32_t item = (blockIdx.x - a.count_blocks) * WARPS + warp;
+    const uint32_t chunk = nbi_chunk_tiles(KIND) * NBI_TILE_COLS;
+    if (item < a.n_rows * ((a.cols + chunk - 1) / chunk))
+        convert<KIND>(a.w.xc, a.w.xe, a.x, a.cols, item);
+}
+
+/* A warp per expert. What stands before an expert it adds up itself. */
+static __global__ void __launch_bounds__(THREADS)
+    place_kernel(const work w, const int32_t *ids, uint32_t n_pairs, uint32_t n_experts,
+                 uint32_t tile)
+{
+    nbi_wait_before();
+    nbi_let_next();
+    const uint32_t e = blockIdx.x * WARPS + threadIdx.x / NBI_WARP, lane = (uint32_t)nbi_lane();
+    if (e >= n_experts) return;
+    uint32_t first = 0, first_tile = 0;
+    for (uint32_t i = lane; i < e; i += NBI_WARP) {
+        first += w.count[i];
+        first_tile += (w.count[i] + tile - 1) / tile;
+    }
+#pragma unroll
+    for (int d = 16; d; d /= 2) {
+        first += __shfl_xor_sync(NBI_FULL_MASK, first, d);
+        first_tile += __shfl_xor_sync(NBI_FULL_MASK, first_tile, d);
+    }
+    const uint32_t n = w.count[e], n_tiles = (n + tile - 1) / tile;
+    for (uint32_t i = lane; i < n_tiles; i += NBI_WARP) {
+        const uint32_t left = n - i * tile;
+        w.tiles[first_tile + i] = {e, first + i * tile, left < tile ? left : tile};
+    }
+    if (e + 1 == n_experts && lane == 0) *w.total = {first_tile + n_tiles, first + n};
+    if (!n) return;
+    for (uint32_t i0 = 0; i0 < n_pairs; i0 += NBI_WARP) {
+        const uint32_t i = i0 + lane;
+        const bool same = i < n_pairs && ids[i] == (int32_t)e;
+        const uint32_t all = __ballot_sync(NBI_FULL_MASK, same);
+        if (same) {
+            const uint32_t at = first + (uint32_t)__popc(all & ((1u << lane) - 1));
+            w.pair[at] = i;
+            w.place[i] = at;
+        }
+        first += (uint32_t)__popc(all);
+    }
+}
+
+template <nbi_weight_kind KIND>
+static __global__ void __launch_bounds__(THREADS) convert_kernel(const work w, uint32_t cols)
+{
+    nbi_wait_before();
+    nbi_let_next();
+    const uint32_t item = blockIdx.x * WARPS + threadIdx.x / NBI_WARP;
+    const uint32_t chunk = nbi_chunk_tiles(KIND) * NBI_TILE_COLS;
+    if (item < w.total->n_places * ((cols + chunk - 1) / chunk))
+        convert<KIND>(w.hc, w.he, w.h, cols, item);
+}
+
+static __global__ void __launch_bounds__(THREADS)
+    combine_kernel(const work w, float *out, const int32_t *ids, const float *weights,
+                   uint32_t top_k, uint32_t n_experts, uint32_t hidden)
+{
+    nbi_wait_before();
+    nbi_let_next();
+    const uint32_t c = 4 * (blockIdx.x * THREADS + threadIdx.x);
+    const size_t t = blockIdx.y;
+    if (c >= hidden) return;
+    nbi_f32x4 sum = {{0, 0, 0, 0}};
+    for (uint32_t k = 0; k < top_k; k++) {
+        const size_t p = t * top_k + k;
+        if (!valid(ids[p], n_experts)) continue;
+        const float weight = weights[p];
+        const nbi_f32x4 y =
+            *reinterpret_cast<const nbi_f32x4 *>(w.y + (size_t)w.place[p] * hidden + c);
+#pragma unroll
+        for (int i = 0; i < 4; i++) sum.v[i] = fmaf(weight, y.v[i], sum.v[i]);
+    }
+    *reinterpret_cast<nbi_f32x4 *>(out + t * hidden + c) = sum;
+}
+
+/* ---------------------------------------------------------------- products */
+
+/* How a block of 8 warps divides its work: MT row tiles and NT column tiles of 8 tokens per warp,
+ * WM x WN warps; DEPTH k-tiles of weights on their way; BLOCKS of a multiprocessor at once. */
+template <uint32_t MT_, uint32_t WM_, uint32_t NT_, uint32_t DEPTH_, uint32_t BLOCKS_>
+struct division {
+    static constexpr uint32_t MT = MT_, WM = WM_, WN = WARPS / WM_, NT = NT_, DEPTH = DEPTH_;
+    static constexpr uint32_t BLOCKS = BLOCKS_;
+    static constexpr uint32_t ROW_TILES = MT * WM, TOKENS = WN * NT * 8;
+};
+using large = division<2, 4, 8, 2, 1>;  /* 128 tokens */
+using wide = division<2, 4, 6, 2, 1>;   /* 96: what registers leave beside 16-bit weights */
+using middle = division<2, 4, 4, 2, 1>; /* 64 */
+using narrow = division<1, 8, 2, 4, 2>; /* 16: bound by the stream of weights */
+
+struct product_args {
+    nbi_moe_weights weights;
+    work w;
+    float *out; /* [places][rows] */
+    uint32_t top_k;
+};
+
+/* Where the rows of a tile come from. */
+struct source {
+    const char *rows;
+    const float *unit;
+    uint32_t row_pieces; /* of 16 bytes */
+    uint32_t n_chunks;
+};
+
+/* Row r of the tile: gate_up reads the pair's row of x, down the place's row of h. */
+template <bool GATE_UP>
+static NBI_DEV uint32_t source_row(const product_args &a, const token_tile &tile, uint32_t r)
+{
+    const uint32_t place = tile.first + r;
+    return GATE_UP ? a.w.pair[place] / a.top_k : place;
+}
+
+/* The ring: a row of a stage is one k-tile, 8 pieces of 16 bytes; odd rows have their halves
+ * exchanged, so that two rows that are read together share no banks. */
+template <class D, bool GATE_UP> struct ring {
+    static constexpr uint32_t PIECES = D::TOKENS * 8, EACH = (PIECES + THREADS - 1) / THREADS;
+    static constexpr uint32_t ROWS = THREADS / 8; /* between a thread's pieces */
+    const char *rows;
+    uint32_t from[EACH]; /* in pieces */
+    uint32_t n;          /* tokens */
+    char *stages;
+
+    NBI_DEV void open(const product_args &a, const token_tile &tile, const source &s)
+    {
+        rows = s.rows;
+        n = tile.n;
+        stages = nbi_shared<char>();
+#pragma unroll
+        for (uint32_t i = 0; i < EACH; i++) {
+            const uint32_t r = i * ROWS + threadIdx.x / 8;
+            const uint32_t row = r < n ? source_row<GATE_UP>(a, tile, r) : 0;
+            from[i] = row * s.row_pieces + threadIdx.x % 8;
+        }
+    }
+
+    NBI_DEV void fetch(uint32_t kt, uint32_t n_kt)
+    {
+        const uint32_t r = threadIdx.x / 8, q = threadIdx.x % 8;
+        char *to =
+            stages + (kt % STAGES * D::TOKENS + r) * NBI_MOE_TILE_X_BYTES + (q ^ (r & 1) * 4) * 16;
+#pragma unroll
+        for (uint32_t i = 0; i < EACH; i++)
+            if (kt < n_kt && i * THREADS + threadIdx.x < PIECES)
+                nbi_copy_async(to + i * ROWS * NBI_MOE_TILE_X_BYTES,
+                               rows + ((size_t)from[i] + kt * 8) * 16, i * ROWS + r < n);
+        nbi_copy_commit();
+    }
+
+    /* B fragments of k-steps 2 pair, 2 pair + 1 for the lane's token of column tile `first / 8`. */
+    NBI_DEV nbi_u32x4 fragment(uint32_t kt, uint32_t first, uint32_t pair) const
+    {
+        const uint32_t r = first + (uint32_t)nbi_lane() / 4, q = pair * 4 + (nbi_lane() & 3);
+        return *reinterpret_cast<const nbi_u32x4 *>(
+            stages + (kt % STAGES * D::TOKENS + r) * NBI_MOE_TILE_X_BYTES + (q ^ (r & 1) * 4) * 16);
+    }
+};
+
+/* One k-tile: weights of MT row tiles times the warp's tokens. */
+template <nbi_weight_kind KIND, class D, class R>
+static NBI_DEV void multiply(float (&p)[D::MT][D::NT][4], const nbi_tile<KIND> (&weights)[D::MT],
+                             const R &x, uint32_t kt, uint32_t token0)
+{
+#pragma unroll
+    for (uint32_t pair = 0; pair < 2; pair++) {
+        uint32_t a[D::MT][2][4];
+#pragma unroll
+        for (uint32_t m = 0; m < D::MT; m++) {
+            weights[m].fragment(a[m][0], 2 * pair);
+            weights[m].fragment(a[m][1], 2 * pair + 1);
+        }
+#pragma unroll
+        for (uint32_t n = 0; n < D::NT; n++) {
+            const nbi_u32x4 b = x.fragment(kt, token0 + n * 8, pair);
+#pragma unroll
+            for (uint32_t m = 0; m < D::MT; m++) {
+                nbi_tile_mma<KIND>(p[m][n], a[m][0], b.v);
+                nbi_tile_mma<KIND>(p[m][n], a[m][1], b.v + 2);
+            }
+        }
+    }
+}
+
+/* y += the chunk's sums, which begin anew. */
+template <nbi_weight_kind KIND, class D>
+static NBI_DEV void add_chunk(float (&y)[D::MT][D::NT][4], float (&p)[D::MT][D::NT][4],
+                              const nbi_cuda_packed &w, const uint32_t (&rt)[D::MT], uint32_t c,
+                              const float *unit)
+{
+#pragma unroll
+    for (uint32_t m = 0; m < D::MT; m++) {
+        const nbi_f32x2 block = nbi_tile_block_scale<KIND>(w, rt[m], c);
+#pragma unroll
+        for (uint32_t n = 0; n < D::NT; n++) {
+            const nbi_f32x2 two_e = *reinterpret_cast<const nbi_f32x2 *>(unit + n * 8);
+            nbi_chunk_add(y[m][n], p[m][n], two_e.v, block);
+#pragma unroll
+            for (int i = 0; i < 4; i++) p[m][n][i] = 0;
+        }
+    }
+}
+
+template <class D, bool GATE_UP>
+static NBI_DEV void store(const product_args &a, const nbi_cuda_packed &w, const token_tile &tile,
+                          const float (&y)[D::MT][D::NT][4], uint32_t first_rt, uint32_t token0)
+{
+    const uint32_t g = (uint32_t)nbi_lane() / 4, t = (uint32_t)nbi_lane() % 4;
+#pragma unroll
+    for (uint32_t m = 0; m < D::MT; m++) {
+        const uint32_t rt = first_rt + m, low = rt * NBI_TILE_ROWS + g;
+        if (rt >= w.n_rt) continue;
+        const float low_scale = w.row_scale[low], high_scale = w.row_scale[low + 8];
+        const uint32_t row = GATE_UP ? rt * 8 + g : low;
+#pragma unroll
+        for (uint32_t n = 0; n < D::NT; n++) {
+#pragma unroll
+            for (uint32_t j = 0; j < 2; j++) {
+                const uint32_t r = token0 + n * 8 + 2 * t + j;
+                if (r >= tile.n) continue;
+                float *to = a.out + (size_t)(tile.first + r) * w.rows + row;
+                const float low_y = y[m][n][j] * low_scale, high_y = y[m][n][2 + j] * high_scale;
+                if (GATE_UP) {
+                    if (row < w.rows) to[0] = nbi_moe_swiglu(low_y, high_y);
+                } else {
+                    if (row < w.rows) to[0] = low_y;
+                    if (row + 8 < w.rows) to[8] = high_y;
+                }
+            }
+        }
+    }
+}
+
+/* 2^e of the tile's tokens, [chunk][token]; zeros behind the last token. */
+template <class D, bool GATE_UP>
+static NBI_DEV void load_units(float *unit, const product_args &a, const token_tile &tile,
+                               const source &s)
+{
+    for (uint32_t i = threadIdx.x; i < D::TOKENS * s.n_chunks; i += THREADS) {
+        const uint32_t r = i / s.n_chunks, c = i % s.n_chunks;
+        unit[c * D::TOKENS + r] =
+            r < tile.n ? s.unit[(size_t)source_row<GATE_UP>(a, tile, r) * s.n_chunks + c] : 0;
+    }
+}
+
+/* down asks for its first weights before the wait: the tiles were written by place, three kernels
+ * back, which is complete when convert lets us start. gate_up comes right behind place. */
+template <nbi_weight_kind KIND, class D, bool GATE_UP>
+static __global__ void __launch_bounds__(THREADS, D::BLOCKS) product_kernel(const product_args a)
+{
+    constexpr uint32_t TILES = nbi_chunk_tiles(KIND), DEPTH = D::DEPTH;
+    if (GATE_UP) nbi_wait_before();
+    const uint32_t n_tiles = nbi_load_fresh(&a.w.total->n_tiles);
+    const bool work_here = blockIdx.y < n_tiles;
+    token_tile tile = {0, 0, 0};
+    if (work_here) {
+        const token_tile *from = a.w.tiles + blockIdx.y;
+        tile = {nbi_load_fresh(&from->expert), nbi_load_fresh(&from->first),
+                nbi_load_fresh(&from->n)};
+    }
+    const nbi_cuda_packed w = nbi_moe_expert(a.weights, tile.expert);
+    const uint32_t warp = threadIdx.x / NBI_WARP, lane = (uint32_t)nbi_lane();
+    const uint32_t token0 = warp / D::WM * D::NT * 8;
+    const uint32_t first_rt = (blockIdx.x * D::WM + warp % D::WM) * D::MT;
+    uint32_t rt[D::MT]; /* behind the last: the last, and nothing is written */
+    nbi_tile<KIND> weights[DEPTH][D::MT];
+#pragma unroll
+    for (uint32_t m = 0; m < D::MT; m++) {
+        rt[m] = first_rt + m < w.n_rt ? first_rt + m : w.n_rt - 1;
+#pragma unroll
+        for (uint32_t i = 0; i < DEPTH; i++)
+            if (work_here && i < w.n_kt) weights[i][m].load(w, rt[m], i, lane);
+    }
+    if (!GATE_UP) nbi_wait_before();
+    nbi_let_next();
+    if (!work_here) return;
+
+    const source s = {GATE_UP ? a.w.xc : a.w.hc, GATE_UP ? a.w.xe : a.w.he,
+                      w.n_kt * NBI_MOE_TILE_X_BYTES / 16, (w.n_kt + TILES - 1) / TILES};
+    ring<D, GATE_UP> x;
+    x.open(a, tile, s);
+#pragma unroll
+    for (uint32_t i = 0; i + 1 < STAGES; i++) x.fetch(i, w.n_kt);
+    float *unit = reinterpret_cast<float *>(x.stages + STAGES * D::TOKENS * NBI_MOE_TILE_X_BYTES);
+    load_units<D, GATE_UP>(unit, a, tile, s);
+    unit += token0 + lane % 4 * 2;
+
+    float p[D::MT][D::NT][4] = {}, y[D::MT][D::NT][4] = {};
+    for (uint32_t kt0 = 0; kt0 < w.n_kt; kt0 += DEPTH) {
+#pragma unroll
+        for (uint32_t i = 0; i < DEPTH; i++) {
+            const uint32_t kt = kt0 + i;
+            if (kt >= w.n_kt) break;
+            nbi_copy_wait<STAGES - 2>();
+            __syncthreads();
+            x.fetch(kt + STAGES - 1, w.n_kt);
+            if (token0 < tile.n) {
+                multiply<KIND, D>(p, weights[i], x, kt, token0);
+#pragma unroll
+                for (uint32_t m = 0; m < D::MT; m++)
+                    if (kt + DEPTH < w.n_kt) weights[i][m].load(w, rt[m], kt + DEPTH, lane);
+                if (kt % TILES == TILES - 1 || kt + 1 == w.n_kt)
+                    add_chunk<KIND, D>(y, p, w, rt, kt / TILES, unit + kt / TILES * D::TOKENS);
+            }
+        }
+    }
+    if (token0 < tile.n) store<D, GATE_UP>(a, w, tile, y, first_rt, token0);
+}
+
+/* ---------------------------------------------------------------- launches */
+
+static uint32_t chunks_of(nbi_weight_kind kind, uint32_t cols)
+{
+    return nbi_ceil_div(nbi_ceil_div(cols, NBI_TILE_COLS), nbi_chunk_tiles(kind));
+}
+
+static size_t row_bytes_of(uint32_t cols)
+{
+    return (size_t)nbi_ceil_div(cols, NBI_TILE_COLS) * NBI_MOE_TILE_X_BYTES;
+}
+
+/* Most token tiles that pairs can make. */
+static uint32_t most_tiles(uint32_t n_pairs, uint32_t n_experts, uint32_t tokens)
+{
+    const uint32_t n = n_pairs / tokens + n_experts;
+    return n < n_pairs ? n : n_pairs;
+}
+
+static size_t lay_out(work *w, char *base, const nbi_moe_shape *s, uint32_t n_rows)
+{
+    const size_t pairs = (size_t)n_rows * s->top_k;
+    const size_t width = s->hidden > s->inter ? s->hidden : s->inter;
+    const struct {
+        void **at;
+        size_t bytes;
+    } parts[] = {
+        {reinterpret_cast<void **>(&w->count), s->n_experts * sizeof *w->count},
+        {reinterpret_cast<void **>(&w->pair), pairs * sizeof *w->pair},
+        {reinterpret_cast<void **>(&w->place), pairs * sizeof *w->place},
+        {reinterpret_cast<void **>(&w->tiles),
+         most_tiles((uint32_t)pairs, s->n_experts, narrow::TOKENS) * sizeof *w->tiles},
+        {reinterpret_cast<void **>(&w->total), sizeof *w->total},
+        {reinterpret_cast<void **>(&w->xc), n_rows * row_bytes_of(s->hidden)},
+        {reinterpret_cast<void **>(&w->hc), pairs * row_bytes_of(s->inter)},
+        {reinterpret_cast<void **>(&w->xe),
+         n_rows * chunks_of(s->kind_gate_up, s->hidden) * sizeof(float)},
+        {reinterpret_cast<void **>(&w->he),
+         pairs * chunks_of(s->kind_down, s->inter) * sizeof(float)},
+        {reinterpret_cast<void **>(&w->y), pairs * width * sizeof(float)},
+    };
+    size_t bytes = 0;
+    for (const auto &part : parts) {
+        if (base) *part.at = base + bytes;
+        bytes += (part.bytes + 255) / 256 * 256;
+    }
+    w->h = w->y;
+    return bytes;
+}
+
+static uint32_t pass_rows(uint32_t n_rows)
+{
+    return n_rows < ROWS_MAX ? n_rows : ROWS_MAX;
+}
+
+size_t nbi_moe_grouped_workspace(const nbi_moe_shape *shape, uint32_t max_rows)
+{
+    work w = {};
+    return lay_out(&w, NULL, shape, pass_rows(max_rows));
+}
+
+static size_t product_shared(uint32_t tokens, uint32_t n_chunks)
+{
+    return (size_t)tokens * (STAGES * NBI_MOE_TILE_X_BYTES + n_chunks * sizeof(float));
+}
+
+static uint32_t most_chunks(const nbi_moe_shape *s)
+{
+    const uint32_t x = chunks_of(s->kind_gate_up, s->hidden), h = chunks_of(s->kind_down, s->inter);
+    return x > h ? x : h;
+}
+
+bool nbi_moe_grouped_fits(const nbi_cuda *c, const nbi_moe_shape *s)
+{
+    return product_shared(narrow::TOKENS, most_chunks(s)) <= c->rt.shared_max;
+}
+
+static bool is_16_bit(nbi_weight_kind kind)
+{
+    return kind == NBI_WEIGHT_BF16 || kind == NBI_WEIGHT_F16;
+}
+
+/* Tokens of a tile, by the average of an expert. */
+static uint32_t choose_tokens(const nbi_cuda *c, const nbi_moe_shape *s, uint32_t n_rows)
+{
+    const uint32_t each = nbi_ceil_div(n_rows * s->top_k, s->n_experts), chunks = most_chunks(s);
+    const bool wide_weights = is_16_bit(s->kind_gate_up) || is_16_bit(s->kind_down);
+    const uint32_t most = wide_weights ? wide::TOKENS : large::TOKENS;
+    if (each > 48 && product_shared(most, chunks) <= c->rt.shared_max) return most;
+    if (each > 12 && product_shared(middle::TOKENS, chunks) <= c->rt.shared_max)
+        return middle::TOKENS;
+    return narrow::TOKENS;
+}
+
+template <nbi_weight_kind KIND, class D, bool GATE_UP>
+static void launch_division(nbi_cuda *c, const product_args &a, uint32_t n_tiles)
+{
+    const nbi_cuda_packed &w = a.weights.first;
+    nbi_launch(&c->rt, dim3(nbi_ceil_div(w.n_rt, D::ROW_TILES), n_tiles), dim3(THREADS),
+               product_shared(D::TOKENS, nbi_ceil_div(w.n_kt, nbi_chunk_tiles(KIND))),
+               product_kernel<KIND, D, GATE_UP>, a);
+}
+
+template <nbi_weight_kind KIND, bool GATE_UP>
+static void launch_product(nbi_cuda *c, const product_args &a, uint32_t n_tiles, uint32_t tokens)
+{
+    if constexpr (KIND != NBI_WEIGHT_BF16 && KIND != NBI_WEIGHT_F16)
+        if (tokens == large::TOKENS) return launch_division<KIND, large, GATE_UP>(c, a, n_tiles);
+    if (tokens == wide::TOKENS)
+        launch_division<KIND, wide, GATE_UP>(c, a, n_tiles);
+    else if (tokens == middle::TOKENS)
+        launch_division<KIND, middle, GATE_UP>(c, a, n_tiles);
+    else
+        launch_division<KIND, narrow, GATE_UP>(c, a, n_tiles);
+}
+
+/* One pass: n_rows rows, at most ROWS_MAX. */
+struct pass {
+    nbi_cuda *c;
+    const nbi_moe_layer *l;
+    work w;
+    const float *x, *weights;
+    const int32_t *ids;
+    float *out;
+    uint32_t n_rows, n_pairs, tokens, n_tiles;
+};
+
+template <nbi_weight_kind KIND> static void launch_up(const pass &s)
+{
+    const nbi_moe_shape &shape = s.l->shape;
+    begin_args b = {};
+    b.w = s.w;
+    b.ids = s.ids;
+    b.x = s.x;
+    b.n_pairs = s.n_pairs;
+    b.n_experts = shape.n_experts;
+    b.n_rows = s.n_rows;
+    b.cols = shape.hidden;
+    b.count_blocks = nbi_ceil_div(shape.n_experts, WARPS);
+    const uint32_t items = s.n_rows * chunks_of(KIND, shape.hidden);
+    nbi_launch(&s.c->rt, dim3(b.count_blocks + nbi_ceil_div(items, WARPS)), dim3(THREADS), 0,
+               begin_kernel<KIND>, b);
+    nbi_launch(&s.c->rt, dim3(b.count_blocks), dim3(THREADS), 0, place_kernel, s.w, s.ids,
+               s.n_pairs, shape.n_experts, s.tokens);
+    launch_product<KIND, true>(s.c, {s.l->gate_up, s.w, s.w.h, shape.top_k}, s.n_tiles, s.tokens);
+}
+
+template <nbi_weight_kind KIND> static void launch_down(const pass &s)
+{
+    const nbi_moe_shape &shape = s.l->shape;
+    const uint32_t items = s.n_pairs * chunks_of(KIND, shape.inter);
+    nbi_launch(&s.c->rt, dim3(nbi_ceil_div(items, WARPS)), dim3(THREADS), 0, convert_kernel<KIND>,
+               s.w, shape.inter);
+    launch_product<KIND, false>(s.c, {s.l->down, s.w, s.w.y, shape.top_k}, s.n_tiles, s.tokens);
+}
+
+static void run_pass(const pass &s)
+{
+    const nbi_moe_shape &shape = s.l->shape;
+    NBI_MOE_BY_KIND(shape.kind_gate_up, launch_up, s);
+    NBI_MOE_BY_KIND(shape.kind_down, launch_down, s);
+    nbi_launch(&s.c->rt, dim3(nbi_ceil_div(shape.hidden, 4 * THREADS), s.n_rows), dim3(THREADS), 0,
+               combine_kernel, s.w, s.out, s.ids, s.weights, shape.top_k, shape.n_experts,
+               shape.hidden);
+}
+
+void nbi_moe_grouped_run(nbi_cuda *c, const nbi_moe_layer *l, const nbi_moe_args *a)
+{
+    pass s = {};
+    s.c = c;
+    s.l = l;
+    lay_out(&s.w, static_cast<char *>(a->workspace), &l->shape, pass_rows(a->n_rows));
+    for (uint32_t row = 0; row < a->n_rows; row += s.n_rows) {
+        const size_t first = (size_t)row * l->shape.top_k;
+        s.n_rows = pass_rows(a->n_rows - row);
+        s.n_pairs = s.n_rows * l->shape.top_k;
+        s.tokens = choose_tokens(c, &l->shape, s.n_rows);
+        s.n_tiles = most_tiles(s.n_pairs, l->shape.n_experts, s.tokens);
+        s.x = static_cast<const float *>(a->x) + (size_t)row * l->shape.hidden;
+        s.out = static_cast<float *>(a->out) + (size_t)row * l->shape.hidden;
+        s.ids = a->ids + first;
+        s.weights = a->weights + first;
+        run_pass(s);
+    }
+}

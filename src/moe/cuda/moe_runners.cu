@@ -1,0 +1,104 @@
+/* The tables of the CUDA runners. Callers: the registry.
+ *
+ * Both ways of running give a row the same bits, so `cuda` may change between them by the number of
+ * rows alone. */
+#include <stdio.h>
+
+#include "moe/cuda/moe_cuda.h"
+
+/* Rows up to which streaming every chosen expert's weights once is the whole cost. */
+#define GEMV_ROWS 8u
+
+static bool supports_gemv(const nbi_backend *b, const nbi_moe_shape *s, char *why, size_t n)
+{
+    if (!nbi_moe_cuda_supports(b, s, why, n)) return false;
+    if (nbi_moe_gemv_fits(nbi_cuda_of(b), s)) return true;
+    snprintf(why, n, "%u experts of width %u per row do not fit into shared memory", s->top_k,
+             s->inter);
+    return false;
+}
+
+static size_t gemv_workspace(const nbi_backend *b, const nbi_moe_shape *s, uint32_t max_rows)
+{
+    (void)b;
+    return nbi_moe_gemv_workspace(s, max_rows);
+}
+
+static size_t grouped_workspace(const nbi_backend *b, const nbi_moe_shape *s, uint32_t max_rows)
+{
+    (void)b;
+    return nbi_moe_grouped_workspace(s, max_rows);
+}
+
+static size_t most_workspace(const nbi_backend *b, const nbi_moe_shape *s, uint32_t max_rows)
+{
+    const size_t few = gemv_workspace(b, s, max_rows < GEMV_ROWS ? max_rows : GEMV_ROWS);
+    const size_t many = grouped_workspace(b, s, max_rows);
+    return few > many ? few : many;
+}
+
+static void run_gemv(nbi_backend *b, const nbi_moe_layer *l, const nbi_moe_args *a)
+{
+    nbi_moe_gemv_run(nbi_cuda_of(b), l, a);
+}
+
+static void run_grouped(nbi_backend *b, const nbi_moe_layer *l, const nbi_moe_args *a)
+{
+    nbi_moe_grouped_run(nbi_cuda_of(b), l, a);
+}
+
+static void run_best(nbi_backend *b, const nbi_moe_layer *l, const nbi_moe_args *a)
+{
+    nbi_cuda *c = nbi_cuda_of(b);
+    if (a->n_rows <= GEMV_ROWS && nbi_moe_gemv_fits(c, &l->shape))
+        nbi_moe_gemv_run(c, l, a);
+    else
+        nbi_moe_grouped_run(c, l, a);
+}
+
+static bool supports_grouped(const nbi_backend *b, const nbi_moe_shape *s, char *why, size_t n)
+{
+    if (!nbi_moe_cuda_supports(b, s, why, n)) return false;
+    if (nbi_moe_grouped_fits(nbi_cuda_of(b), s)) return true;
+    snprintf(why, n, "experts of %u x %u do not fit into shared memory", s->inter, s->hidden);
+    return false;
+}
+
+const nbi_moe_runner_ops nbi_moe_runner_cuda = {
+    .version = 1,
+    .size = sizeof(nbi_moe_runner_ops),
+    .name = "cuda",
+    .aliases = NULL,
+    .summary = NBI_MOE_CUDA_SUMMARY,
+    .supports = supports_grouped,
+    .prepare = nbi_moe_cuda_prepare,
+    .release = nbi_moe_cuda_release,
+    .workspace_bytes = most_workspace,
+    .run = run_best,
+};
+
+const nbi_moe_runner_ops nbi_moe_runner_cuda_gemv = {
+    .version = 1,
+    .size = sizeof(nbi_moe_runner_ops),
+    .name = "cuda_gemv",
+    .aliases = NULL,
+    .summary = NBI_MOE_CUDA_GEMV_SUMMARY,
+    .supports = supports_gemv,
+    .prepare = nbi_moe_cuda_prepare,
+    .release = nbi_moe_cuda_release,
+    .workspace_bytes = gemv_workspace,
+    .run = run_gemv,
+};
+
+const nbi_moe_runner_ops nbi_moe_runner_cuda_grouped = {
+    .version = 1,
+    .size = sizeof(nbi_moe_runner_ops),
+    .name = "cuda_grouped",
+    .aliases = NULL,
+    .summary = NBI_MOE_CUDA_GROUPED_SUMMARY,
+    .supports = supports_grouped,
+    .prepare = nbi_moe_cuda_prepare,
+    .release = nbi_moe_cuda_release,
+    .workspace_bytes = grouped_workspace,
+    .run = run_grouped,
+};

@@ -1,0 +1,120 @@
+/* Steps that the MoE kernels share, so that they give the same bits: rows of x as B fragments in
+ * memory, and a warp's walk over weights. Included by moe_gemv.cu and moe_grouped.cu. */
+#pragma once
+
+#include "moe/cuda/moe_cuda.h"
+
+/* Converted rows. A tile's 64 columns take 128 bytes, in the order in which lanes read them: 32
+ * columns are [t = 0..3][k-steps 2i, 2i+1][4 columns], so that a lane gets the B fragments of two
+ * k-steps with one load of 16 bytes. */
+#define NBI_MOE_TILE_X_BYTES 128u
+
+/* One chunk of a row by one warp: 16 bytes per lane, written to dst (the chunk's first byte). n:
+ * the row's columns, a multiple of 4; zeros behind. Returns 2^e. */
+template <nbi_weight_kind KIND>
+NBI_DEV float nbi_moe_x_chunk(char *dst, const float *row, uint32_t chunk, uint32_t n)
+{
+    constexpr uint32_t TILES = nbi_chunk_tiles(KIND), LANES = TILES * NBI_MOE_TILE_X_BYTES / 16;
+    const uint32_t lane = (uint32_t)nbi_lane();
+    const bool mine = lane < LANES;
+    const uint32_t at = chunk * TILES * NBI_TILE_COLS + lane / 4 * 32 + lane % 4 * 4;
+    const nbi_f32x4 even = nbi_x_load(row, at, mine ? n : 0, true);
+    const nbi_f32x4 odd = nbi_x_load(row, at + 16, mine ? n : 0, true);
+    int e = 0;
+    if (KIND != NBI_WEIGHT_BF16) {
+        uint32_t most = nbi_amax_bits(nbi_amax_bits(0, even), odd);
+#pragma unroll
+        for (int d = 16; d; d /= 2) {
+            const uint32_t other = __shfl_xor_sync(NBI_FULL_MASK, most, d);
+            most = other > most ? other : most;
+        }
+        e = nbi_chunk_exponent(most);
+    }
+    /* the row ends within the chunk: tiles behind it have no place */
+    const uint32_t n_tiles = (n + NBI_TILE_COLS - 1) / NBI_TILE_COLS;
+    if (mine && chunk * TILES + lane / 8 < n_tiles) {
+        const float unit = nbi_pow2(-e);
+        nbi_u32x4 q;
+        nbi_x_fragment<KIND>(q.v, even, unit);
+        nbi_x_fragment<KIND>(q.v + 2, odd, unit);
+        *reinterpret_cast<nbi_u32x4 *>(dst + lane * 16) = q;
+    }
+    return nbi_pow2(e);
+}
+
+/* A unit of work of one warp: a row tile's sum over one chunk, for up to 8 tokens. */
+struct nbi_moe_unit {
+    nbi_cuda_packed w;
+    uint32_t rt, chunk;
+    const char *x; /* the lane's token: its converted row in shared memory */
+};
+
+/* A warp's walk over units, the weights of the next piece on their way while one is multiplied. */
+template <nbi_weight_kind KIND> struct nbi_moe_walk {
+    static constexpr uint32_t TILES = nbi_chunk_tiles(KIND);
+    /* tiles of a piece: 24 to 32 registers */
+    static constexpr uint32_t PIECE = KIND == NBI_WEIGHT_NVFP4                            ? 4
+                                      : KIND == NBI_WEIGHT_BF16 || KIND == NBI_WEIGHT_F16 ? 1
+                                                                                          : 2;
+    static constexpr uint32_t PIECES = TILES / PIECE;
+
+    nbi_tile<KIND> here[PIECE];
+
+    NBI_DEV static void load(nbi_tile<KIND> *tiles, const nbi_moe_unit &u, uint32_t piece)
+    {
+#pragma unroll
+        for (uint32_t i = 0; i < PIECE; i++) {
+            const uint32_t kt = u.chunk * TILES + piece * PIECE + i;
+            if (kt < u.w.n_kt) tiles[i].load(u.w, u.rt, kt, (uint32_t)nbi_lane());
+        }
+    }
+
+    NBI_DEV void multiply(float d[4], const nbi_moe_unit &u, uint32_t piece) const
+    {
+        const char *x =
+            u.x + (u.chunk * TILES + piece * PIECE) * NBI_MOE_TILE_X_BYTES + (nbi_lane() & 3) * 16;
+#pragma unroll
+        for (uint32_t i = 0; i < PIECE; i++) {
+            if (u.chunk * TILES + piece * PIECE + i >= u.w.n_kt) continue;
+#pragma unroll
+            for (uint32_t w = 0; w < NBI_TILE_STEPS; w += 2) {
+                const nbi_u32x4 b =
+                    *reinterpret_cast<const nbi_u32x4 *>(x + i * NBI_MOE_TILE_X_BYTES + w / 2 * 64);
+                uint32_t a[4];
+                here[i].fragment(a, w);
+                nbi_tile_mma<KIND>(d, a, b.v);
+                here[i].fragment(a, w + 1);
+                nbi_tile_mma<KIND>(d, a, b.v + 2);
+            }
+        }
+    }
+
+    /* Asks for the first weights; needs nothing of the unit but w, rt and chunk. */
+    NBI_DEV void begin(const nbi_moe_unit &first)
+    {
+        load(here, first, 0);
+    }
+
+    /* Units first, first + step, ... below n; begin() was called for the first. at(u) describes
+     * unit u, done(u, d) takes its sums. */
+    template <class At, class Done>
+    NBI_DEV void run(uint32_t first, uint32_t step, uint32_t n, At at, Done done)
+    {
+        for (uint32_t u = first; u < n; u += step) {
+            const nbi_moe_unit unit = at(u);
+            float d[4] = {0, 0, 0, 0};
+#pragma unroll
+            for (uint32_t piece = 0; piece < PIECES; piece++) {
+                nbi_tile<KIND> next[PIECE] = {};
+                if (piece + 1 < PIECES)
+                    load(next, unit, piece + 1);
+                else if (u + step < n)
+                    load(next, at(u + step), 0);
+                multiply(d, unit, piece);
+#pragma unroll
+                for (uint32_t i = 0; i < PIECE; i++) here[i] = next[i];
+            }
+            done(u, d);
+        }
+    }
+};
