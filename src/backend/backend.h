@@ -253,7 +253,7 @@ typedef struct nbi_sample_adjust {
     float
         repetition; /* a positive logit is divided by it, a negative one multiplied; 1: unchanged */
     float bias;     /* added then */
-    float untouched; /* out: the logit before */
+    float untouched; /* the sampler's own: the logit before */
 } nbi_sample_adjust;
 
 typedef struct nbi_sample_row {
@@ -286,7 +286,7 @@ typedef struct nbi_sample_args {
     float *logits;              /* [R, V] float32, may be overwritten */
     const nbi_sample_row *rows; /* host [R] */
     uint32_t n_rows, vocab, n_valid;
-    int32_t *row_fault; /* [R] guard per logit row, or NULL */
+    int32_t *row_fault; /* host [R] guard per logit row, or NULL */
     void *workspace;
 } nbi_sample_args;
 

@@ -1,8 +1,8 @@
 /* The sampler: random numbers against published answers, filters against a full sort, the
  * distribution by chi-square with fixed seeds, log-probabilities, bans, guards. */
-#include "backend/cpu/cpu_sample.h"
+#include "backend/sample_random.h"
 
-#include "operator_util.h"
+#include "sample_util.h"
 
 #define LEVELS(level) \
     for (nbi_cpu_level level = NBI_CPU_REFERENCE; level <= nbi_cpu_detect(); level++)
@@ -11,17 +11,6 @@ static nbi_cpu *open_for(nbi_cpu_level level, uint32_t threads, uint32_t vocab)
 {
     const nbi_limits l = {.max_rows = 1, .max_context = 1, .max_logit_rows = 8, .vocab = vocab};
     return op_open(level, threads, &l);
-}
-
-static nbi_sample_row row_of(float t, int32_t k, float p, float m, uint64_t seed, uint64_t counter)
-{
-    return (nbi_sample_row){.temperature = t,
-                            .top_k = k,
-                            .top_p = p,
-                            .min_p = m,
-                            .seed = seed,
-                            .counter = counter,
-                            .n_logprobs = -1};
 }
 
 /* Samples one row from a copy of the logits. */
@@ -93,7 +82,7 @@ static void test_greedy(void **state)
                 uint32_t best = 0;
                 for (uint32_t i = 1; i < valid; i++)
                     if (x[i] > x[best]) best = i;
-                nbi_sample_row row = row_of(0, 5, 0.1f, 0, 1, 1);
+                nbi_sample_row row = sample_row_of(0, 5, 0.1f, 0, 1, 1);
                 int32_t fault = 0;
                 assert_int_equal(sample(cpu, x, n, valid, &row, &fault).id, best);
                 row.temperature = 9e-7f;
@@ -114,7 +103,7 @@ static void test_banned(void **state)
     LEVELS(level)
     {
         nbi_cpu *cpu = open_for(level, 1, 6);
-        nbi_sample_row row = row_of(0, 0, 1, 0, 0, 0);
+        nbi_sample_row row = sample_row_of(0, 0, 1, 0, 0, 0);
         row.banned = banned;
         row.n_banned = 4;
         row.n_logprobs = 2;
@@ -160,7 +149,7 @@ static void test_guard(void **state)
                     for (int i = 0; i < 40; i++) x[i] = -INFINITY;
                 if (kind == 4) x[where] = -NAN;
                 for (int t = 0; t < 2; t++) {
-                    nbi_sample_row row = row_of((float)t, 0, 1, 0, 3, 4);
+                    nbi_sample_row row = sample_row_of((float)t, 0, 1, 0, 3, 4);
                     row.n_logprobs = 3;
                     int32_t fault = 0;
                     const nbi_sample_out out = sample(cpu, x, 40, 40, &row, &fault);
@@ -181,71 +170,14 @@ static void test_guard(void **state)
 
 /* ---------------------------------------------------------------- filters against a full sort */
 
-typedef struct entry {
-    double p;
-    float logit;
-    int32_t id;
-} entry;
-
-static int by_rank(const void *a, const void *b)
-{
-    const entry *x = a, *y = b;
-    if (x->logit != y->logit) return x->logit < y->logit ? 1 : -1;
-    return (x->id > y->id) - (x->id < y->id);
-}
-
-/* Sorted candidates after the filters; their number. Probabilities in float64. */
-static uint32_t oracle(const float *x, uint32_t n, const nbi_sample_row *row, entry *e)
-{
-    double max = -INFINITY;
-    for (uint32_t i = 0; i < n; i++) max = fmax(max, (double)x[i]);
-    for (uint32_t i = 0; i < n; i++)
-        e[i] = (entry){exp(((double)x[i] - max) / (double)row->temperature), x[i], (int32_t)i};
-    qsort(e, n, sizeof *e, by_rank);
-    if (row->top_k > 0 && (uint32_t)row->top_k < n) n = (uint32_t)row->top_k;
-    double sum = 0, mass = 0;
-    for (uint32_t i = 0; i < n; i++) sum += e[i].p;
-    if (row->top_p < 1) {
-        uint32_t keep = 0;
-        while (keep < n && (keep == 0 || mass < (double)row->top_p * sum)) mass += e[keep++].p;
-        n = keep;
-    }
-    if (row->min_p > 0) {
-        uint32_t keep = 0;
-        while (keep < n && e[keep].p >= (double)row->min_p) keep++;
-        n = keep;
-    }
-    return n;
-}
-
-/* Is `id` what u gives among the first n candidates, up to rounding of the running sums? */
-static bool drawn(const entry *e, uint32_t n, double u, int32_t id)
-{
-    double sum = 0, mass = 0;
-    for (uint32_t i = 0; i < n; i++) sum += e[i].p;
-    for (uint32_t i = 0; i < n; i++) {
-        const double before = mass / sum;
-        mass += e[i].p;
-        if (e[i].id == id && before - 1e-5 <= u && u < mass / sum + 1e-5) return true;
-    }
-    return false;
-}
-
-/* The sampled id is the oracle's; one candidate more or less is allowed, because float32
- * probabilities may fall on the other side of a filter's edge. */
 static void check_draw(nbi_cpu *cpu, const float *x, uint32_t vocab, uint32_t n_valid,
                        const nbi_sample_row *row)
 {
-    entry *e = malloc(n_valid * sizeof *e);
-    const uint32_t n = oracle(x, n_valid, row, e);
     const int32_t id = sample(cpu, x, vocab, n_valid, row, NULL).id;
-    const double u = nbi_sample_uniform(row->seed, row->counter);
-    if (!drawn(e, n, u, id) && !(n > 1 && drawn(e, n - 1, u, id)) &&
-        !(n < n_valid && drawn(e, n + 1, u, id)))
+    if (!sample_agrees(x, n_valid, row, id))
         fail_msg("T %g top_k %d top_p %g min_p %g: id %d is not what u = %.17g gives",
                  (double)row->temperature, row->top_k, (double)row->top_p, (double)row->min_p, id,
-                 u);
-    free(e);
+                 nbi_sample_uniform(row->seed, row->counter));
 }
 
 static void test_filters(void **state)
@@ -269,8 +201,8 @@ static void test_filters(void **state)
                     for (uint32_t i = 0; i < n; i++) x[i] = roundf(x[i]); /* ties */
                 if (trial % 5 == 0 && n > 2) x[1] = -INFINITY;
                 const nbi_sample_row row =
-                    row_of(temperatures[op_below(6)], top_k[op_below(6)], top_p[op_below(5)],
-                           min_p[op_below(4)], op_random(), op_random());
+                    sample_row_of(temperatures[op_below(6)], top_k[op_below(6)], top_p[op_below(5)],
+                                  min_p[op_below(4)], op_random(), op_random());
                 check_draw(cpu, x, n, valid, &row);
             }
             free(x);
@@ -286,9 +218,9 @@ static void test_filters(void **state)
 static void check_distribution(nbi_cpu *cpu, const float *x, uint32_t n, nbi_sample_row row)
 {
     enum { DRAWS = 20000, MAX = 64 };
-    entry e[MAX];
+    sample_entry e[MAX];
     uint32_t hits[MAX] = {0};
-    const uint32_t kept = oracle(x, n, &row, e);
+    const uint32_t kept = sample_oracle(x, n, &row, e);
     double sum = 0, chi = 0;
     for (uint32_t i = 0; i < kept; i++) sum += e[i].p;
     for (uint32_t c = 0; c < DRAWS; c++) {
@@ -314,15 +246,15 @@ static void test_distribution(void **state)
     float x[N];
     for (int i = 0; i < N; i++) x[i] = (float)((i * 7) % N) * 0.15f;
     nbi_cpu *cpu = open_for(nbi_cpu_detect(), 1, N);
-    check_distribution(cpu, x, N, row_of(1, 0, 1, 0, 11, 0));
-    check_distribution(cpu, x, N, row_of(0.5f, 0, 1, 0, 12, 0));
-    check_distribution(cpu, x, N, row_of(2, 7, 1, 0, 13, 0));
-    check_distribution(cpu, x, N, row_of(1, 0, 0.6f, 0, 14, 0));
-    check_distribution(cpu, x, N, row_of(1, 0, 1, 0.2f, 15, 0));
-    check_distribution(cpu, x, N, row_of(1.5f, 20, 0.9f, 0.1f, 16, 0));
+    check_distribution(cpu, x, N, sample_row_of(1, 0, 1, 0, 11, 0));
+    check_distribution(cpu, x, N, sample_row_of(0.5f, 0, 1, 0, 12, 0));
+    check_distribution(cpu, x, N, sample_row_of(2, 7, 1, 0, 13, 0));
+    check_distribution(cpu, x, N, sample_row_of(1, 0, 0.6f, 0, 14, 0));
+    check_distribution(cpu, x, N, sample_row_of(1, 0, 1, 0.2f, 15, 0));
+    check_distribution(cpu, x, N, sample_row_of(1.5f, 20, 0.9f, 0.1f, 16, 0));
     for (int i = 0; i < N; i++) x[i] = 1; /* all equal */
-    check_distribution(cpu, x, N, row_of(1, 0, 1, 0, 17, 0));
-    check_distribution(cpu, x, N, row_of(1, 5, 1, 0, 18, 0));
+    check_distribution(cpu, x, N, sample_row_of(1, 0, 1, 0, 17, 0));
+    check_distribution(cpu, x, N, sample_row_of(1, 5, 1, 0, 18, 0));
     op_close(cpu);
 }
 
@@ -336,7 +268,7 @@ static void test_rows_independent(void **state)
     x[3 * V + 17] = NAN;
     nbi_sample_row rows[R];
     for (int r = 0; r < R; r++)
-        rows[r] = row_of(r == 2 ? 0 : 0.9f, r * 10, 0.9f, 0.01f, 1000 + r, 5);
+        rows[r] = sample_row_of(r == 2 ? 0 : 0.9f, r * 10, 0.9f, 0.01f, 1000 + r, 5);
     rows[5] = rows[4];
     memcpy(x + 5 * V, x + 4 * V, V * sizeof *x);
     for (int r = 0; r < R; r++) rows[r].n_logprobs = r;
@@ -389,12 +321,12 @@ static void test_logprobs(void **state)
             op_fill(x, n, 4);
             if (n > 20) x[3] = x[9] = x[11] = 30; /* ties in the list */
             if (n > 20) x[5] = -INFINITY;
-            entry *e = malloc(n * sizeof *e);
-            nbi_sample_row row = row_of(0, 0, 1, 0, 1, 2);
+            sample_entry *e = malloc(n * sizeof *e);
+            nbi_sample_row row = sample_row_of(0, 0, 1, 0, 1, 2);
             row.n_logprobs = NBI_SAMPLE_TOP_MAX;
             const nbi_sample_out out = sample(cpu, x, n, n, &row, NULL);
             row.temperature = 1;
-            oracle(x, n, &row, e);
+            sample_oracle(x, n, &row, e);
             double z = 0;
             for (uint32_t i = n; i-- > 0;) z += e[i].p;
             const double lse = (double)e[0].logit + log(z);
@@ -437,9 +369,10 @@ static void bench(void)
     op_fill(x, V, 2);
     static const char *names[] = {"greedy", "T 1", "T 1 top_p 0.95", "T 0.6 top_k 40 min_p 0.05",
                                   "greedy, 20 logprobs"};
-    nbi_sample_row rows[] = {row_of(0, 0, 1, 0, 1, 1), row_of(1, 0, 1, 0, 1, 1),
-                             row_of(1, 0, 0.95f, 0, 1, 1), row_of(0.6f, 40, 1, 0.05f, 1, 1),
-                             row_of(0, 0, 1, 0, 1, 1)};
+    nbi_sample_row rows[] = {sample_row_of(0, 0, 1, 0, 1, 1), sample_row_of(1, 0, 1, 0, 1, 1),
+                             sample_row_of(1, 0, 0.95f, 0, 1, 1),
+                             sample_row_of(0.6f, 40, 1, 0.05f, 1, 1),
+                             sample_row_of(0, 0, 1, 0, 1, 1)};
     rows[4].n_logprobs = 20;
     LEVELS(level)
     {

@@ -1,50 +1,20 @@
 /* Choosing tokens: greedy, or a draw from the sorted distribution cut by top-k, top-p and min-p.
  *
- * Callers: the table in cpu.c; philox and the per-row function also from tests.
+ * Callers: the table in cpu.c.
  * Every filter keeps a prefix of the distribution sorted by descending logit (ties: ascending id),
  * so the vocabulary is never sorted: tokens fall into SAMPLE_BUCKETS buckets by their distance from
  * the largest logit, and only buckets in which a boundary falls are sorted, at most one per filter
  * and one for the draw. Invariants: a row is computed by one thread in one order: its token depends
  * on its logits and its sampling row only. Non-finite rule: NaN or +inf anywhere, or no finite
  * logit among the allowed ids, is a fault: id -1, log-probabilities -9999. -inf alone is a mask. */
-#include "backend/cpu/cpu_sample.h"
-
 #include "backend/cpu/cpu_kernels.h"
 #include "backend/cpu/cpu_scratch.h"
+#include "backend/sample_random.h"
 
 #define SAMPLE_BUCKETS  4096u
 #define SAMPLE_DISTANCE 64.0f /* exp(-64): what lies beyond shares the last bucket */
 #define SAMPLE_GREEDY   1e-6f
 #define LOGPROB_MIN     (-9999.0f)
-
-/* ---------------------------------------------------------------- random numbers */
-
-void nbi_philox4x32(uint32_t out[4], const uint32_t counter[4], const uint32_t key[2])
-{
-    uint32_t c[4] = {counter[0], counter[1], counter[2], counter[3]};
-    uint32_t k0 = key[0], k1 = key[1];
-    for (int round = 0; round < 10; round++) {
-        const uint64_t p0 = (uint64_t)0xD2511F53u * c[0], p1 = (uint64_t)0xCD9E8D57u * c[2];
-        const uint32_t n0 = (uint32_t)(p1 >> 32) ^ c[1] ^ k0;
-        const uint32_t n2 = (uint32_t)(p0 >> 32) ^ c[3] ^ k1;
-        c[0] = n0;
-        c[1] = (uint32_t)p1;
-        c[2] = n2;
-        c[3] = (uint32_t)p0;
-        k0 += 0x9E3779B9u;
-        k1 += 0xBB67AE85u;
-    }
-    memcpy(out, c, sizeof c);
-}
-
-double nbi_sample_uniform(uint64_t seed, uint64_t counter)
-{
-    const uint32_t c[4] = {(uint32_t)counter, (uint32_t)(counter >> 32), 0, 0};
-    const uint32_t key[2] = {(uint32_t)seed, (uint32_t)(seed >> 32)};
-    uint32_t r[4];
-    nbi_philox4x32(r, c, key);
-    return ((double)(r[0] >> 5) * 67108864.0 + (double)(r[1] >> 6)) * 0x1p-53;
-}
 
 /* ---------------------------------------------------------------- scratch */
 

@@ -66,6 +66,7 @@ static void forget_recorded(nbi_cuda *c)
 static void release_reserved(nbi_cuda *c)
 {
     forget_recorded(c);
+    nbi_cuda_sampler_close(c);
     nbi_rt_free(&c->rt, c->scratch);
     nbi_rt_free(&c->rt, c->batch_device);
     nbi_rt_free_host(&c->rt, c->batch_host);
@@ -198,7 +199,7 @@ static size_t batch_block(const nbi_cuda *c, const nbi_limits *limits)
 static size_t cuda_workspace_bytes(const nbi_backend *b, const nbi_limits *limits)
 {
     const nbi_cuda *c = nbi_cuda_of(b);
-    return operator_scratch(c, limits) + batch_block(c, limits);
+    return operator_scratch(c, limits) + batch_block(c, limits) + nbi_cuda_sampler_bytes(limits);
 }
 
 static nb_status cuda_reserve(nbi_backend *b, const nbi_limits *limits, nb_error *err)
@@ -216,7 +217,9 @@ static nb_status cuda_reserve(nbi_backend *b, const nbi_limits *limits, nb_error
         return nbi_fail(err, NB_NO_MEMORY, "cuda: no device memory for %zu bytes of scratch",
                         c->scratch_bytes + c->batch_bytes);
     }
-    return NB_OK;
+    const nb_status st = nbi_cuda_sampler_open(c, limits, err);
+    if (st != NB_OK) release_reserved(c);
+    return st;
 }
 
 /* ---------------------------------------------------------------- steps */
@@ -344,7 +347,7 @@ const nbi_backend_ops nbi_cuda_ops = {
     .route = nbi_cuda_route,
     .gather = nbi_cuda_gather,
     .add = nbi_cuda_add,
-    .sample = NULL,
+    .sample = nbi_cuda_sample,
     .sync = cuda_sync,
     .read_bandwidth = nbi_cuda_read_bandwidth,
 };

@@ -112,6 +112,7 @@ void nbi_cuda_sample(nbi_backend *b, const nbi_sample_args *a);
 /* Scratch bytes of the operators for any call within the limits. */
 size_t nbi_cuda_linear_scratch(const nbi_cuda *c, const nbi_limits *limits);
 size_t nbi_cuda_attention_scratch(const nbi_cuda *c, const nbi_limits *limits);
-/* The sampler's own memory. */
+/* The sampler's own memory; its device bytes. */
+size_t nbi_cuda_sampler_bytes(const nbi_limits *limits);
 nb_status nbi_cuda_sampler_open(nbi_cuda *c, const nbi_limits *limits, nb_error *err);
 void nbi_cuda_sampler_close(nbi_cuda *c);

@@ -1,5 +1,5 @@
-/* Random numbers of the sampler, shared with its tests. Source: Salmon et al., "Parallel random
- * numbers: as easy as 1, 2, 3" (SC 2011), generator philox4x32-10. */
+/* Random numbers of the samplers: every backend draws with the same. Source: Salmon et al.,
+ * "Parallel random numbers: as easy as 1, 2, 3" (SC 2011), generator philox4x32-10. */
 #pragma once
 
 #include <stdint.h>
