@@ -54,6 +54,61 @@ static void test_swiglu(void **state)
     gpu_close(b);
 }
 
+/* ---------------------------------------------------------------- embed */
+
+/* Rows of a table with one NaN where its kind has any, and where a step's fault is already known.
+ */
+static void check_embed(nbi_backend *b, nbi_weight_kind kind, uint32_t cols)
+{
+    enum { V = 50, T = 9 };
+    static const int32_t ids[T] = {0, 49, 7, 3, 3, 7, 1, 2, 48};
+    const uint32_t ones[T] = {1, 1, 1, 1, 1, 1, 1, 1, 1};
+    const bool nan = kind == NBI_WEIGHT_BF16;
+    nbi_weight *table = NULL;
+    nb_error err;
+    mat w;
+    mat_make(&w, kind, V, cols, true);
+    if (nan) memset((char *)w.m.data + (7 * (size_t)cols + 3) * 2, 0xff, 2);
+    if (b->ops->weight_prepare(b, &table, &w.m, &err) != NB_OK) fail_msg("%s", err.text);
+    op_batch batch;
+    op_batch_make(&batch, ones, ones, T);
+    memcpy(batch.ids, ids, sizeof ids);
+    batch.fault[5] = 77;
+    gpu_buffer out = gpu_poisoned(b, T * (size_t)cols * sizeof(float));
+    const nbi_batch *device = gpu_step(b, &batch.b);
+    b->ops->embed(b, &(nbi_embed_args){.out = out.p, .table = table, .batch = device});
+    gpu_step_end(b);
+    float *got = gpu_read(&out);
+    for (uint32_t t = 0; t < T; t++) {
+        for (uint32_t c = 0; c < cols; c++) {
+            const double want = mat_at(&w.m, (uint32_t)ids[t], c);
+            const double x = (double)got[t * (size_t)cols + c];
+            if (isnan(want) ? !isnan(x) : !(fabs(x - want) <= 2e-7 * fabs(want)))
+                fail_msg("%s: row %d column %u is %g, expected %g", nbi_weight_kind_name(kind),
+                         ids[t], c, x, want);
+        }
+        assert_int_equal(batch.fault[t], t == 5               ? 77
+                                         : nan && ids[t] == 7 ? 1 + NBI_WHERE_EMBED
+                                                              : 0);
+    }
+    free(got);
+    gpu_free(&out);
+    op_batch_free(&batch);
+    b->ops->weight_release(b, &table);
+    mat_free(&w);
+}
+
+static void test_embed(void **state)
+{
+    (void)state;
+    nbi_backend *b = gpu_open(&limits);
+    for (nbi_weight_kind kind = NBI_WEIGHT_F32; kind < NBI_WEIGHT_KIND_COUNT; kind++) {
+        check_embed(b, kind, 48);
+        check_embed(b, kind, kind == NBI_WEIGHT_NVFP4 ? 1040 : 1027);
+    }
+    gpu_close(b);
+}
+
 /* ---------------------------------------------------------------- rope */
 
 static void test_rope_table(void **state)
@@ -303,9 +358,9 @@ int main(int argc, char **argv)
 {
     op_begin(argc, argv);
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_rope_table),    cmocka_unit_test(test_rmsnorm),
-        cmocka_unit_test(test_rmsnorm_guard), cmocka_unit_test(test_swiglu),
-        cmocka_unit_test(test_gather_add),
+        cmocka_unit_test(test_embed),   cmocka_unit_test(test_rope_table),
+        cmocka_unit_test(test_rmsnorm), cmocka_unit_test(test_rmsnorm_guard),
+        cmocka_unit_test(test_swiglu),  cmocka_unit_test(test_gather_add),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

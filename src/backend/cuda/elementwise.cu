@@ -4,6 +4,7 @@
  * that a row's bits depend on its width alone. Four values a thread at a time: as one access of 16
  * bytes where every row starts at a multiple of that, else one by one; the bits are the same. */
 #include "backend/cuda/cuda_backend.h"
+#include "backend/cuda/pack.h"
 
 #define THREADS  256u
 #define VEC      4u
@@ -33,6 +34,43 @@ static NBI_DEV void store4(float *row, uint32_t i, uint32_t n, bool vec, const n
     }
     for (uint32_t k = 0; k < VEC; k++)
         if (i + k < n) row[i + k] = x.v[k];
+}
+
+/* ---------------------------------------------------------------- embed */
+
+/* An id behind the table, which no request has, is a fault as NaN is. */
+static __global__ void embed_kernel(float *out, const nbi_cuda_packed table, const int32_t *ids,
+                                    int32_t *row_fault, int32_t fault, bool vec)
+{
+    nbi_wait_before();
+    nbi_let_next();
+    const uint32_t id = static_cast<uint32_t>(ids[blockIdx.x]);
+    const uint32_t i = (blockIdx.y * THREADS + threadIdx.x) * VEC;
+    nbi_f32x4 x = {};
+    bool bad = id >= table.rows;
+    for (uint32_t k = 0; k < VEC; k++) {
+        if (i + k >= table.cols || id >= table.rows) continue;
+        x.v[k] = nbi_tile_row_value(table, id, i + k);
+        bad = bad || !nbi_finite(x.v[k]);
+    }
+    store4(out + static_cast<size_t>(blockIdx.x) * table.cols, i, table.cols, vec, x);
+    if (__any_sync(NBI_FULL_MASK, bad) && nbi_lane() == 0 && !row_fault[blockIdx.x])
+        row_fault[blockIdx.x] = fault; /* the same from every warp */
+}
+
+static dim3 row_grid(uint32_t n_rows, uint32_t width)
+{
+    return dim3(n_rows, nbi_ceil_div(width, THREADS * VEC));
+}
+
+void nbi_cuda_embed(nbi_backend *b, const nbi_embed_args *a)
+{
+    const nbi_cuda_packed *table = nbi_cuda_packed_of(a->table);
+    if (!a->batch->n_rows || !table->cols) return;
+    nbi_launch(&nbi_cuda_of(b)->rt, row_grid(a->batch->n_rows, table->cols), dim3(THREADS), 0,
+               embed_kernel, static_cast<float *>(a->out), *table, a->batch->ids,
+               a->batch->row_fault, static_cast<int32_t>(1 + NBI_WHERE_EMBED),
+               aligned16(a->out, table->cols));
 }
 
 /* ---------------------------------------------------------------- rope angles */
@@ -190,11 +228,6 @@ static __global__ void swiglu_kernel(float *out, const float *gate, const float 
     const nbi_f32x4 u = load4(up + t * in_stride, i, width, vec);
     for (uint32_t k = 0; k < VEC; k++) g.v[k] = g.v[k] / (1.0f + expf(-g.v[k])) * u.v[k];
     store4(out + t * out_stride, i, width, vec, g);
-}
-
-static dim3 row_grid(uint32_t n_rows, uint32_t width)
-{
-    return dim3(n_rows, nbi_ceil_div(width, THREADS * VEC));
 }
 
 void nbi_cuda_swiglu(nbi_backend *b, const nbi_swiglu_args *a)
