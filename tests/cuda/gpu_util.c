@@ -2,13 +2,13 @@
 
 #define GUARD 256u
 
-static nbi_backend *open_with(const nbi_limits *limits, bool w4a4)
+static nbi_backend *open_with(const nbi_limits *limits, bool w4a4, bool graphs)
 {
     nbi_backend *b = NULL;
     nb_error err = {0};
-    /* graphs off: a test calls one operator at a time, with other arguments each time */
+    /* most tests call one operator at a time, with other arguments each time: graphs off */
     const nbi_backend_options opt = {
-        .cpu_level = NBI_CPU_LEVEL_COUNT, .w4a4 = w4a4, .disable_graphs = true};
+        .cpu_level = NBI_CPU_LEVEL_COUNT, .w4a4 = w4a4, .disable_graphs = !graphs};
     if (nbi_backend_open(&b, "cuda", &opt, &err) != NB_OK ||
         b->ops->reserve(b, limits, &err) != NB_OK)
         fail_msg("%s", err.text);
@@ -17,12 +17,17 @@ static nbi_backend *open_with(const nbi_limits *limits, bool w4a4)
 
 nbi_backend *gpu_open(const nbi_limits *limits)
 {
-    return open_with(limits, false);
+    return open_with(limits, false, false);
 }
 
 nbi_backend *gpu_open_w4a4(const nbi_limits *limits)
 {
-    return open_with(limits, true);
+    return open_with(limits, true, false);
+}
+
+nbi_backend *gpu_open_graphs(const nbi_limits *limits)
+{
+    return open_with(limits, false, true);
 }
 
 void gpu_close(nbi_backend *b)

@@ -137,9 +137,12 @@ static void test_oracle(void **state)
         double bound;
     } cases[] = {
         {NBI_WEIGHT_NVFP4, NBI_WEIGHT_NVFP4, 320, 144, 8, 4, 1e-3},
+        {NBI_WEIGHT_NVFP4, NBI_WEIGHT_NVFP4, 512, 256, 6, 2, 1e-3},
+        {NBI_WEIGHT_FP8_BLOCK, NBI_WEIGHT_FP8_BLOCK, 256, 128, 6, 2, 1e-3},
         {NBI_WEIGHT_FP8_BLOCK, NBI_WEIGHT_FP8_BLOCK, 320, 144, 6, 2, 1e-3},
         {NBI_WEIGHT_FP8_TENSOR, NBI_WEIGHT_FP8_TENSOR, 136, 72, 5, 2, 1e-3},
         {NBI_WEIGHT_BF16, NBI_WEIGHT_BF16, 136, 72, 5, 3, 8e-3},
+        {NBI_WEIGHT_BF16, NBI_WEIGHT_FP8_TENSOR, 256, 256, 4, 2, 8e-3},
         {NBI_WEIGHT_F16, NBI_WEIGHT_F16, 48, 40, 5, 2, 1e-3},
         {NBI_WEIGHT_NVFP4, NBI_WEIGHT_BF16, 64, 272, 4, 1, 8e-3},
     };
@@ -333,9 +336,196 @@ static void test_refusals(void **state)
     gpu_close(b);
 }
 
+/* ---------------------------------------------------------------- speed */
+
+#if NBI_CUDA_EMULATED
+#define BENCH_RUNS 2u
+#define BENCH_ROWS 16u
+#else
+#define BENCH_RUNS 48u
+#define BENCH_ROWS 8192u
+#endif
+
+typedef struct bench_shape {
+    const char *name;
+    uint32_t experts, top_k, hidden, inter;
+} bench_shape;
+
+/* A layer of random experts that share their bytes on the host; on the device each has its own. */
+typedef struct bench_layer {
+    moe_layer one;
+    nbi_matrix *views;
+    nbi_moe_experts e;
+} bench_layer;
+
+static void bench_make(bench_layer *l, const bench_shape *s)
+{
+    const uint32_t n = s->experts;
+    moe_make(&l->one, NBI_WEIGHT_NVFP4, NBI_WEIGHT_NVFP4, 1, 1, s->hidden, s->inter, false);
+    l->views = calloc(3 * (size_t)n, sizeof *l->views);
+    for (uint32_t i = 0; i < n; i++) {
+        l->views[i] = l->one.gate[0].m;
+        l->views[n + i] = l->one.up[0].m;
+        l->views[2 * n + i] = l->one.down[0].m;
+    }
+    l->e = l->one.e;
+    l->e.shape.n_experts = n;
+    l->e.shape.top_k = s->top_k;
+    l->e.gate = l->views;
+    l->e.up = l->views + n;
+    l->e.down = l->views + 2 * n;
+}
+
+/* Calls of one bench: run i uses layer i % n_layers and its own routing. */
+typedef struct bench {
+    nbi_backend *b;
+    const nbi_moe_runner_ops *ops;
+    nbi_moe_layer *layers[2];
+    gpu_buffer x, ids, weights, out;
+    void *ws;
+    nbi_moe_shape shape;
+    uint32_t rows, runs;
+    nbi_batch host;
+    uint32_t pass;
+} bench;
+
+/* One step of all runs, as a model makes it: recorded the second time, replayed from then on. */
+static void bench_step(void *arg)
+{
+    bench *k = arg;
+    const nbi_batch *device = NULL;
+    nb_error err = {0};
+    if (k->b->ops->step_begin(k->b, &k->host, k->pass, &device)) {
+        for (uint32_t i = 0; i < k->runs; i++) {
+            const int32_t *ids = k->ids.p;
+            k->ops->run(k->b, k->layers[i % 2],
+                        &(nbi_moe_args){.out = k->out.p,
+                                        .x = k->x.p,
+                                        .ids = ids + (size_t)i * k->rows * k->shape.top_k,
+                                        .weights = k->weights.p,
+                                        .n_rows = k->rows,
+                                        .workspace = k->ws});
+        }
+    }
+    if (k->b->ops->step_end(k->b, &err) != NB_OK) fail_msg("%s", err.text);
+}
+
+/* Random routings of all runs; returns the distinct experts of a run, on average. */
+static double bench_routing(int32_t *ids, uint32_t runs, uint32_t rows, const nbi_moe_shape *s)
+{
+    uint64_t used = 0;
+    unsigned char *seen = malloc(s->n_experts);
+    for (uint32_t i = 0; i < runs; i++) {
+        memset(seen, 0, s->n_experts);
+        for (uint32_t t = 0; t < rows; t++) {
+            int32_t *row = ids + ((size_t)i * rows + t) * s->top_k;
+            for (uint32_t k = 0; k < s->top_k; k++) {
+                bool again;
+                do {
+                    row[k] = (int32_t)op_below(s->n_experts);
+                    again = false;
+                    for (uint32_t j = 0; j < k; j++) again |= row[j] == row[k];
+                } while (again);
+                used += seen[row[k]]++ == 0;
+                if (!seen[row[k]]) seen[row[k]] = 1; /* wrapped */
+            }
+        }
+    }
+    free(seen);
+    return (double)used / runs;
+}
+
+static void bench_rows(bench *k, const bench_shape *s, uint32_t rows, double bandwidth)
+{
+    k->rows = rows;
+    k->runs = rows > 256 ? 4 : BENCH_RUNS;
+    k->pass++;
+    const size_t n_ids = (size_t)k->runs * rows * s->top_k, n_x = (size_t)rows * s->hidden;
+    int32_t *ids = malloc(n_ids * sizeof *ids);
+    float *x = malloc(n_x * sizeof *x), *weights = malloc((size_t)rows * s->top_k * sizeof *x);
+    const double experts = bench_routing(ids, k->runs, rows, &k->shape);
+    op_fill(x, n_x, 1);
+    for (size_t i = 0; i < (size_t)rows * s->top_k; i++) weights[i] = 1.0f / (float)s->top_k;
+    k->x = gpu_floats(k->b, x, n_x);
+    k->ids = gpu_bytes(k->b, ids, n_ids * sizeof *ids);
+    k->weights = gpu_floats(k->b, weights, (size_t)rows * s->top_k);
+    k->out = gpu_poisoned(k->b, n_x * sizeof *x);
+    const size_t ws_bytes = k->ops->workspace_bytes(k->b, &k->shape, rows);
+    k->ws = k->b->ops->alloc(k->b, ws_bytes);
+    assert_non_null(k->ws);
+    op_batch steps;
+    op_batch_make(&steps, &rows, &rows, 1);
+    k->host = steps.b;
+    for (int i = 0; i < 3; i++) bench_step(k);
+    const double layer = op_time(bench_step, k, 9) / k->runs;
+    const double bytes = experts * 3 * s->hidden * s->inter * 9 / 16;
+    const double macs = 3.0 * rows * s->top_k * s->hidden * s->inter;
+    print_message("%-12s %-12s T=%-5u %9.1f us  %6.1f experts  %7.0f GB/s  %5.1f %% of read  "
+                  "%7.1f TFLOP/s\n",
+                  s->name, k->ops->name, rows, 1e6 * layer, experts, 1e-9 * bytes / layer,
+                  100 * bytes / layer / bandwidth, 2e-12 * macs / layer);
+    op_batch_free(&steps);
+    gpu_free(&k->x);
+    gpu_free(&k->ids);
+    gpu_free(&k->weights);
+    gpu_free(&k->out);
+    k->b->ops->release(k->b, k->ws, ws_bytes);
+    free(ids);
+    free(x);
+    free(weights);
+}
+
+static void bench_one(nbi_backend *b, const bench_shape *s, double bandwidth)
+{
+    static const uint32_t rows[] = {1, 2, 4, 8, 16, 64, 512, 8192};
+    bench_layer l;
+    bench_make(&l, s);
+    for (int r = 0; r < 2; r++) { /* gemv where it is meant for, grouped everywhere */
+        bench k = {.b = b, .shape = l.e.shape, .pass = (uint32_t)r * 100 + s->inter * 1000};
+        nb_error err = {0};
+        nbi_moe_runner_choose(&k.ops, runners[r], b, &k.shape, &err);
+        for (int i = 0; i < 2; i++)
+            if (k.ops->prepare(b, &k.layers[i], &l.e, &err) != NB_OK) fail_msg("%s", err.text);
+        for (size_t i = 0; i < sizeof rows / sizeof *rows; i++)
+            if (rows[i] <= (r ? BENCH_ROWS : 16)) bench_rows(&k, s, rows[i], bandwidth);
+        for (int i = 0; i < 2; i++) k.ops->release(b, &k.layers[i]);
+    }
+    free(l.views);
+    moe_free(&l.one);
+}
+
+/* One MoE layer of real shapes, many in a row in one recorded step: two layers of weights, other
+ * experts each time. Steps of more than 256 rows are not recorded. */
+static void run_bench(void)
+{
+#if NBI_CUDA_EMULATED
+    static const bench_shape shapes[] = {{"tiny", 8, 2, 64, 32}};
+#else
+    static const bench_shape shapes[] = {{"30b-a3b", 128, 8, 2048, 768},
+                                         {"glm-5/tp8", 256, 8, 6144, 256},
+                                         {"4.7-flash", 64, 4, 2048, 1536}};
+#endif
+    nbi_limits wide = limits;
+    wide.max_rows = BENCH_ROWS;
+    wide.max_context = BENCH_ROWS;
+    nbi_backend *b = gpu_open_graphs(&wide);
+    const size_t bytes = NBI_CUDA_EMULATED ? 1u << 16 : (size_t)4 << 30;
+    void *memory = b->ops->alloc(b, bytes);
+    assert_non_null(memory);
+    const double bandwidth = b->ops->read_bandwidth(b, memory, bytes);
+    b->ops->release(b, memory, bytes);
+    print_message("%s: read %.0f GB/s\n", b->description, 1e-9 * bandwidth);
+    for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++) bench_one(b, &shapes[i], bandwidth);
+    gpu_close(b);
+}
+
 int main(int argc, char **argv)
 {
     op_begin(argc, argv);
+    if (op_bench) {
+        run_bench();
+        return 0;
+    }
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_oracle),   cmocka_unit_test(test_bits),
         cmocka_unit_test(test_routings), cmocka_unit_test(test_not_finite),

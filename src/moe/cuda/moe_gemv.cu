@@ -43,6 +43,12 @@ static NBI_DEV uint32_t least(uint32_t a, uint32_t b)
     return a < b ? a : b;
 }
 
+/* Known to be the same in all lanes. */
+static NBI_DEV uint32_t warp_index()
+{
+    return __shfl_sync(NBI_FULL_MASK, threadIdx.x / NBI_WARP, 0);
+}
+
 static NBI_DEV uint32_t n_chunks_of(const nbi_cuda_packed &p, uint32_t chunk_tiles)
 {
     return (p.n_kt + chunk_tiles - 1) / chunk_tiles;
@@ -50,24 +56,35 @@ static NBI_DEV uint32_t n_chunks_of(const nbi_cuda_packed &p, uint32_t chunk_til
 
 /* ---------------------------------------------------------------- gate and up */
 
-/* The pairs of expert e from `pair` on, in order; `pair` must be the first. False when it is not:
- * the block of an earlier pair does the expert. The same answer in every warp; warp 0 writes. */
-static NBI_DEV bool list_pairs(uint32_t *list, uint32_t *n_list, const int32_t *ids,
-                               uint32_t n_pairs, uint32_t pair, int32_t e)
+/* The expert of `pair` and its pairs in order, when `pair` is its first and n_pairs at most
+ * PAIRS_MAX; otherwise -1: the block of an earlier pair does the expert, or there is none. All ids
+ * are asked for at once. The same answer in every warp; warp 0 writes the list. */
+static NBI_DEV int32_t list_pairs(uint32_t *list, uint32_t *n_list, const int32_t *ids,
+                                  uint32_t n_pairs, uint32_t pair, uint32_t n_experts)
 {
     const uint32_t lane = (uint32_t)nbi_lane();
+    int32_t id[PAIRS_MAX / NBI_WARP];
+#pragma unroll
+    for (uint32_t j = 0; j < PAIRS_MAX / NBI_WARP; j++)
+        id[j] = j * NBI_WARP + lane < n_pairs ? ids[j * NBI_WARP + lane] : -1;
+    int32_t e = -1;
+#pragma unroll
+    for (uint32_t j = 0; j < PAIRS_MAX / NBI_WARP; j++)
+        if (pair / NBI_WARP == j) e = __shfl_sync(NBI_FULL_MASK, id[j], (int)(pair % NBI_WARP));
+    if (e < 0 || (uint32_t)e >= n_experts) return -1;
     uint32_t n = 0;
-    for (uint32_t i0 = 0; i0 < n_pairs; i0 += NBI_WARP) {
-        const uint32_t i = i0 + lane;
-        const bool same = i < n_pairs && ids[i] == e;
-        const uint32_t all = __ballot_sync(NBI_FULL_MASK, same);
-        if (__any_sync(NBI_FULL_MASK, same && i < pair)) return false;
-        if (threadIdx.x < NBI_WARP && same)
+#pragma unroll
+    for (uint32_t j = 0; j < PAIRS_MAX / NBI_WARP; j++) {
+        if (j * NBI_WARP >= n_pairs) continue;
+        const uint32_t all = __ballot_sync(NBI_FULL_MASK, id[j] == e);
+        const uint32_t i = j * NBI_WARP + lane;
+        if (threadIdx.x < NBI_WARP && id[j] == e)
             list[n + (uint32_t)__popc(all & ((1u << lane) - 1))] = i;
+        if (!n && all && j * NBI_WARP + (uint32_t)__ffs((int)all) - 1 != pair) return -1;
         n += (uint32_t)__popc(all);
     }
     if (threadIdx.x == 0) *n_list = n;
-    return true;
+    return e;
 }
 
 /* Rows list[0 .. m) of x into shared memory. */
@@ -76,8 +93,9 @@ static NBI_DEV void convert_rows(char *xs, float *unit, const gate_up_args &a, u
                                  const uint32_t *list, uint32_t m, uint32_t n_chunks)
 {
     const uint32_t pitch = a.w.first.n_kt * NBI_MOE_TILE_X_BYTES + ROW_PAD;
-    for (uint32_t i = threadIdx.x / NBI_WARP; i < m * n_chunks; i += GATE_UP_WARPS) {
-        const uint32_t c = i % n_chunks, column = i / n_chunks;
+    nbi_moe_steps at(threadIdx.x / NBI_WARP, GATE_UP_WARPS, n_chunks);
+    for (; at.q < m; at.next()) {
+        const uint32_t c = at.r, column = at.q;
         const size_t row = row0 + list[column] / a.top_k;
         const float two_e = nbi_moe_x_chunk<KIND>(
             xs + column * pitch + c * nbi_chunk_tiles(KIND) * NBI_MOE_TILE_X_BYTES,
@@ -108,45 +126,61 @@ static NBI_DEV void finish_gate_up(const gate_up_args &a, const nbi_cuda_packed 
                 nbi_moe_swiglu(y[j] * gate_scale, y[2 + j] * up_scale);
 }
 
-template <nbi_weight_kind KIND>
+template <nbi_weight_kind KIND, bool WHOLE>
 static __global__ void __launch_bounds__(GATE_UP_WARPS *NBI_WARP, GATE_UP_BLOCKS)
     gate_up_kernel(const gate_up_args a)
 {
+    constexpr uint32_t TILES = nbi_chunk_tiles(KIND);
     nbi_wait_before();
     nbi_let_next(); /* not before the wait: down reads the ids that we waited for */
     __shared__ uint32_t list[PAIRS_MAX], n_list;
-    const uint32_t lane = (uint32_t)nbi_lane(), warp = threadIdx.x / NBI_WARP;
+    const uint32_t lane = (uint32_t)nbi_lane(), warp = warp_index();
     const uint32_t row0 = blockIdx.z * a.rows, pair = blockIdx.y;
     const uint32_t n_pairs = least(a.rows, a.n_rows - row0) * a.top_k;
     const size_t pair0 = (size_t)row0 * a.top_k;
     if (pair >= n_pairs) return;
-    const int32_t e = a.ids[pair0 + pair];
-    if (e < 0 || (uint32_t)e >= a.n_experts) return;
-    if (!list_pairs(list, &n_list, a.ids + pair0, n_pairs, pair, e)) return;
+    const int32_t e = list_pairs(list, &n_list, a.ids + pair0, n_pairs, pair, a.n_experts);
+    if (e < 0) return;
 
     const nbi_cuda_packed w = nbi_moe_expert(a.w, (uint32_t)e);
     const uint32_t rt0 = blockIdx.x * a.row_tiles, n_rt = least(a.row_tiles, w.n_rt - rt0);
-    const uint32_t n_chunks = n_chunks_of(w, nbi_chunk_tiles(KIND)), n_units = n_chunks * n_rt;
+    const uint32_t n_chunks = n_chunks_of(w, TILES), n_units = n_chunks * n_rt;
     const uint32_t pitch = w.n_kt * NBI_MOE_TILE_X_BYTES + ROW_PAD;
     nbi_f32x4 *part = nbi_shared<nbi_f32x4>();
     float *unit = reinterpret_cast<float *>(part + n_chunks * a.row_tiles * NBI_WARP);
     char *xs = reinterpret_cast<char *>(unit + n_chunks * COLUMNS);
 
-    nbi_moe_walk<KIND> walk;
-    uint32_t first = 0, m = 1;
-    const auto at = [&](uint32_t u) {
-        const uint32_t column = least(lane / 4, m - 1);
-        return nbi_moe_unit{w, rt0 + u % n_rt, u / n_rt, xs + column * pitch};
-    };
+    nbi_moe_walk<KIND, WHOLE> walk;
+    const uint32_t n_mine = warp < n_units ? (n_units - warp - 1) / GATE_UP_WARPS + 1 : 0;
+    uint32_t first = 0;
     do {
-        if (warp < n_units) walk.begin(at(warp));
+        nbi_moe_steps at(warp, GATE_UP_WARPS, n_rt); /* chunk q, row tile r */
+        const char *x = xs;
+        const auto here = [&]() {
+            const size_t tile = (size_t)(rt0 + at.r) * w.n_kt + at.q * TILES;
+            return nbi_moe_unit{static_cast<const char *>(w.data) + tile * nbi_tile_bytes(KIND),
+                                static_cast<const char *>(w.scales) + tile * 64,
+                                x + at.q * (TILES * NBI_MOE_TILE_X_BYTES),
+                                w.n_kt - at.q * TILES,
+                                (at.q * n_rt + at.r) * NBI_WARP,
+                                0};
+        };
+        if (n_mine) walk.begin(here());
         __syncthreads(); /* the list; what the round before reads */
-        m = least(a.columns, n_list - first);
+        const uint32_t m = least(a.columns, n_list - first);
+        x += least(lane / 4, m - 1) * pitch + lane % 4 * 16;
+        walk.unit.x = x + at.q * (TILES * NBI_MOE_TILE_X_BYTES);
         convert_rows<KIND>(xs, unit, a, row0, list + first, m, n_chunks);
         __syncthreads();
-        walk.run(warp, GATE_UP_WARPS, n_units, at, [&](uint32_t u, const float d[4]) {
-            part[u * NBI_WARP + lane] = {{d[0], d[1], d[2], d[3]}};
-        });
+        walk.run(
+            n_mine,
+            [&]() {
+                at.next();
+                return here();
+            },
+            [&](const nbi_moe_unit &u, const float d[4]) {
+                part[u.tag + lane] = {{d[0], d[1], d[2], d[3]}};
+            });
         __syncthreads();
         for (uint32_t r = warp; r < n_rt; r += GATE_UP_WARPS)
             finish_gate_up<KIND>(a, w, rt0 + r, part + r * NBI_WARP, n_rt * NBI_WARP, unit, pair0,
@@ -160,33 +194,43 @@ static __global__ void __launch_bounds__(GATE_UP_WARPS *NBI_WARP, GATE_UP_BLOCKS
 /* Pairs by expert: experts in the order of their first pair, pairs of an expert in order, cut into
  * columns of a matrix instruction. */
 struct groups {
+    alignas(16) int32_t expert[PAIRS_MAX];  /* of a pair; -1: none */
+    alignas(16) uint32_t leader[PAIRS_MAX]; /* first pair of its expert; PAIRS_MAX: none */
+    uint32_t place[PAIRS_MAX];              /* of a pair; only with an expert */
+    uint32_t pair[PAIRS_MAX];               /* at a place */
+    uint32_t set_first[PAIRS_MAX + 1];      /* first place of up to 8 tokens of one expert */
     uint32_t n_places, n_sets;
-    int32_t expert[PAIRS_MAX];         /* of a pair; -1: none */
-    uint32_t leader[PAIRS_MAX];        /* first pair with the same expert; PAIRS_MAX: none */
-    uint32_t place[PAIRS_MAX];         /* of a pair; only with an expert */
-    uint32_t pair[PAIRS_MAX];          /* at a place */
-    uint32_t set_first[PAIRS_MAX + 1]; /* first place of a set of up to 8 tokens of one expert */
 };
 
 static NBI_DEV void group_pairs(groups *s, const int32_t *ids, uint32_t n_pairs, uint32_t n_experts)
 {
-    for (uint32_t p = threadIdx.x; p < n_pairs; p += blockDim.x) {
-        const int32_t e = nbi_load_fresh(ids + p);
+    const uint32_t whole = (n_pairs + 3) / 4 * 4;
+    for (uint32_t p = threadIdx.x; p < whole; p += blockDim.x) {
+        const int32_t e = p < n_pairs ? nbi_load_fresh(ids + p) : -1;
         s->expert[p] = e >= 0 && (uint32_t)e < n_experts ? e : -1;
     }
     __syncthreads();
-    for (uint32_t p = threadIdx.x; p < n_pairs; p += blockDim.x) {
-        uint32_t first = 0;
-        while (s->expert[first] != s->expert[p]) first++;
-        s->leader[p] = s->expert[p] < 0 ? PAIRS_MAX : first;
+    for (uint32_t p = threadIdx.x; p < whole; p += blockDim.x) {
+        const uint32_t own = (uint32_t)s->expert[p];
+        uint32_t leader = PAIRS_MAX;
+        for (uint32_t q = 0; q < whole; q += 4) {
+            const nbi_u32x4 e = *reinterpret_cast<const nbi_u32x4 *>(s->expert + q);
+#pragma unroll
+            for (uint32_t i = 0; i < 4; i++)
+                leader = e.v[i] == own && q + i < leader ? q + i : leader;
+        }
+        s->leader[p] = s->expert[p] < 0 ? PAIRS_MAX : leader;
     }
     __syncthreads();
     for (uint32_t p = threadIdx.x; p < n_pairs; p += blockDim.x) {
-        const uint32_t leader = s->leader[p];
-        if (leader == PAIRS_MAX) continue;
+        const uint32_t own = s->leader[p];
         uint32_t place = 0;
-        for (uint32_t q = 0; q < n_pairs; q++)
-            place += s->leader[q] < leader || (s->leader[q] == leader && q < p);
+        for (uint32_t q = 0; q < whole; q += 4) {
+            const nbi_u32x4 l = *reinterpret_cast<const nbi_u32x4 *>(s->leader + q);
+#pragma unroll
+            for (uint32_t i = 0; i < 4; i++) place += l.v[i] < own || (l.v[i] == own && q + i < p);
+        }
+        if (own == PAIRS_MAX) continue;
         s->place[p] = place;
         s->pair[place] = p;
     }
@@ -222,13 +266,13 @@ static NBI_DEV void convert_h(char *xs, float *unit, const down_args &a, const g
                               size_t pair0, uint32_t n_chunks)
 {
     const uint32_t pitch = a.w.first.n_kt * NBI_MOE_TILE_X_BYTES + ROW_PAD;
-    for (uint32_t i = threadIdx.x / NBI_WARP; i < s->n_places * n_chunks;
-         i += blockDim.x / NBI_WARP) {
-        const uint32_t c = i % n_chunks, place = i / n_chunks;
+    nbi_moe_steps at(threadIdx.x / NBI_WARP, blockDim.x / NBI_WARP, n_chunks);
+    for (; at.q < s->n_places; at.next()) {
+        const uint32_t c = at.r, place = at.q;
         const float two_e = nbi_moe_x_chunk<KIND>(
             xs + place * pitch + c * nbi_chunk_tiles(KIND) * NBI_MOE_TILE_X_BYTES,
             a.h + (pair0 + s->pair[place]) * a.w.first.cols, c, a.w.first.cols);
-        if (nbi_lane() == 0) unit[i] = two_e;
+        if (nbi_lane() == 0) unit[place * n_chunks + c] = two_e;
     }
 }
 
@@ -272,45 +316,64 @@ static NBI_DEV void sum_slots(const float *y, const down_args &a, const groups *
  * then: gate_up lets us start only after its own wait for their writer (its nbi_let_next() stands
  * behind its nbi_wait_before()), and they are read past the L1 cache, where an older copy could
  * lie. */
-template <nbi_weight_kind KIND>
+template <nbi_weight_kind KIND, bool WHOLE>
 static __global__ void __launch_bounds__(DOWN_WARPS *NBI_WARP, 1) down_kernel(const down_args a)
 {
+    constexpr uint32_t TILES = nbi_chunk_tiles(KIND);
     __shared__ groups s;
-    const uint32_t lane = (uint32_t)nbi_lane(), warp = threadIdx.x / NBI_WARP;
-    const uint32_t rt = blockIdx.x, row0 = blockIdx.y * a.rows;
+    const uint32_t lane = (uint32_t)nbi_lane(), warp = warp_index();
+    const uint32_t rt = blockIdx.x, row0 = blockIdx.y * a.rows, n_warps = blockDim.x / NBI_WARP;
     const uint32_t n_rows = least(a.rows, a.n_rows - row0), n_pairs = n_rows * a.top_k;
     const size_t pair0 = (size_t)row0 * a.top_k;
     group_pairs(&s, a.ids + pair0, n_pairs, a.n_experts);
 
-    const uint32_t n_chunks = n_chunks_of(a.w.first, nbi_chunk_tiles(KIND));
-    const uint32_t pitch = a.w.first.n_kt * NBI_MOE_TILE_X_BYTES + ROW_PAD;
+    const nbi_cuda_packed &w = a.w.first;
+    const uint32_t n_chunks = n_chunks_of(w, TILES);
+    const uint32_t pitch = w.n_kt * NBI_MOE_TILE_X_BYTES + ROW_PAD;
     const uint32_t n_units = s.n_sets * n_chunks, most = a.rows * a.top_k;
     char *xs = nbi_shared<char>();
     float *unit = reinterpret_cast<float *>(xs + (size_t)most * pitch);
     float *part = unit + most * n_chunks, *y = part + most * n_chunks * NBI_TILE_ROWS;
-    const auto at = [&](uint32_t u) {
-        const uint32_t first = s.set_first[u / n_chunks], n = s.set_first[u / n_chunks + 1] - first;
-        return nbi_moe_unit{nbi_moe_expert(a.w, (uint32_t)s.expert[s.pair[first]]), rt,
-                            u % n_chunks, xs + (first + least(lane / 4, n - 1)) * pitch};
+    const size_t tile0 = (size_t)rt * w.n_kt;
+    const char *data = static_cast<const char *>(w.data) + tile0 * nbi_tile_bytes(KIND);
+    const char *scales = static_cast<const char *>(w.scales) + tile0 * 64;
+    nbi_moe_steps at(warp, n_warps, n_chunks); /* set q, chunk r */
+    const auto here = [&]() {
+        const uint32_t first = s.set_first[at.q], n = s.set_first[at.q + 1] - first;
+        const size_t expert = (uint32_t)s.expert[s.pair[first]] * a.w.stride;
+        const uint32_t kt = at.r * TILES;
+        return nbi_moe_unit{data + expert + kt * nbi_tile_bytes(KIND),
+                            scales + expert + kt * 64,
+                            xs + (first + least(lane / 4, n - 1)) * pitch +
+                                kt * NBI_MOE_TILE_X_BYTES + lane % 4 * 16,
+                            w.n_kt - kt,
+                            (first * n_chunks + at.r) * NBI_TILE_ROWS,
+                            n};
     };
-    nbi_moe_walk<KIND> walk;
-    if (warp < n_units) walk.begin(at(warp));
+    nbi_moe_walk<KIND, WHOLE> walk;
+    const uint32_t n_mine = warp < n_units ? (n_units - warp - 1) / n_warps + 1 : 0;
+    if (n_mine) walk.begin(here());
 
     nbi_wait_before();
     nbi_let_next();
     convert_h<KIND>(xs, unit, a, &s, pair0, n_chunks);
     __syncthreads();
-    walk.run(warp, blockDim.x / NBI_WARP, n_units, at, [&](uint32_t u, const float d[4]) {
-        const uint32_t first = s.set_first[u / n_chunks], n = s.set_first[u / n_chunks + 1] - first;
-        const uint32_t c = u % n_chunks, t = lane % 4;
+    walk.run(
+        n_mine,
+        [&]() {
+            at.next();
+            return here();
+        },
+        [&](const nbi_moe_unit &u, const float d[4]) {
+            const uint32_t t = lane % 4;
 #pragma unroll
-        for (uint32_t j = 0; j < 2; j++) {
-            if (2 * t + j >= n) continue;
-            float *to = part + ((first + 2 * t + j) * n_chunks + c) * NBI_TILE_ROWS + lane / 4;
-            to[0] = d[j];
-            to[8] = d[2 + j];
-        }
-    });
+            for (uint32_t j = 0; j < 2; j++) {
+                if (2 * t + j >= u.n) continue;
+                float *to = part + u.tag + (2 * t + j) * n_chunks * NBI_TILE_ROWS + lane / 4;
+                to[0] = d[j];
+                to[8] = d[2 + j];
+            }
+        });
     __syncthreads();
     sum_chunks<KIND>(y, part, unit, a, &s, rt, n_chunks);
     __syncthreads();
@@ -365,9 +428,11 @@ static void launch_gate_up(nbi_cuda *c, const nbi_moe_layer *l, const nbi_moe_ar
     a.row_tiles = choose_row_tiles(c, pairs, w.n_rt, n_chunks);
     const size_t rest = gate_up_shared(n_chunks, a.row_tiles);
     a.columns = choose_columns(c, a.rows, pitch, rest);
-    nbi_launch(&c->rt,
-               dim3(nbi_ceil_div(w.n_rt, a.row_tiles), pairs, nbi_ceil_div(a.n_rows, a.rows)),
-               dim3(GATE_UP_WARPS * NBI_WARP), rest + a.columns * pitch, gate_up_kernel<KIND>, a);
+    nbi_launch(
+        &c->rt, dim3(nbi_ceil_div(w.n_rt, a.row_tiles), pairs, nbi_ceil_div(a.n_rows, a.rows)),
+        dim3(GATE_UP_WARPS * NBI_WARP), rest + a.columns * pitch,
+        w.n_kt % nbi_chunk_tiles(KIND) ? gate_up_kernel<KIND, false> : gate_up_kernel<KIND, true>,
+        a);
 }
 
 static size_t down_shared(const nbi_moe_shape *s, uint32_t rows)
@@ -409,7 +474,10 @@ static void launch_down(nbi_cuda *c, const nbi_moe_layer *l, const nbi_moe_args 
     uint32_t warps = nbi_ceil_div(units, nbi_ceil_div(units, DOWN_WARPS));
     if (warps < 4) warps = 4;
     nbi_launch(&c->rt, dim3(a.w.first.n_rt, nbi_ceil_div(a.n_rows, a.rows)), dim3(warps * NBI_WARP),
-               down_shared(&l->shape, a.rows), down_kernel<KIND>, a);
+               down_shared(&l->shape, a.rows),
+               a.w.first.n_kt % nbi_chunk_tiles(KIND) ? down_kernel<KIND, false>
+                                                      : down_kernel<KIND, true>,
+               a);
 }
 
 size_t nbi_moe_gemv_workspace(const nbi_moe_shape *shape, uint32_t max_rows)

@@ -42,44 +42,70 @@ NBI_DEV float nbi_moe_x_chunk(char *dst, const float *row, uint32_t chunk, uint3
     return nbi_pow2(e);
 }
 
-/* A unit of work of one warp: a row tile's sum over one chunk, for up to 8 tokens. */
-struct nbi_moe_unit {
-    nbi_cuda_packed w;
-    uint32_t rt, chunk;
-    const char *x; /* the lane's token: its converted row in shared memory */
+/* i / n and i % n of a number that grows by a fixed step. */
+struct nbi_moe_steps {
+    uint32_t q, r, n, dq, dr;
+
+    NBI_DEV nbi_moe_steps(uint32_t i, uint32_t step, uint32_t n_)
+        : q(i / n_), r(i % n_), n(n_), dq(step / n_), dr(step % n_)
+    {
+    }
+
+    NBI_DEV void next()
+    {
+        q += dq;
+        r += dr;
+        if (r >= n) {
+            r -= n;
+            q++;
+        }
+    }
 };
 
-/* A warp's walk over units, the weights of the next piece on their way while one is multiplied. */
-template <nbi_weight_kind KIND> struct nbi_moe_walk {
-    static constexpr uint32_t TILES = nbi_chunk_tiles(KIND);
-    /* tiles of a piece: 24 to 32 registers */
-    static constexpr uint32_t PIECE = KIND == NBI_WEIGHT_NVFP4                            ? 4
-                                      : KIND == NBI_WEIGHT_BF16 || KIND == NBI_WEIGHT_F16 ? 1
-                                                                                          : 2;
+/* A unit of work of one warp: a row tile's sum over one chunk, for up to 8 tokens. */
+struct nbi_moe_unit {
+    const char *data, *scales; /* of its first tile */
+    const char *x;             /* in shared memory: the chunk of the lane's token */
+    uint32_t tiles;            /* the last chunk of a row can have fewer */
+    uint32_t tag, n;           /* the caller's */
+};
+
+/* Pieces that a walk loads ahead: 24 to 32 registers of a lane. */
+constexpr uint32_t nbi_moe_piece_tiles(nbi_weight_kind kind)
+{
+    return kind == NBI_WEIGHT_NVFP4 ? 4 : kind == NBI_WEIGHT_BF16 || kind == NBI_WEIGHT_F16 ? 1 : 2;
+}
+
+/* A warp's walk over units, the weights of the next piece on their way while one is multiplied.
+ * WHOLE: rows are whole chunks. */
+template <nbi_weight_kind KIND, bool WHOLE> struct nbi_moe_walk {
+    static constexpr uint32_t TILES = nbi_chunk_tiles(KIND), PIECE = nbi_moe_piece_tiles(KIND);
     static constexpr uint32_t PIECES = TILES / PIECE;
 
     nbi_tile<KIND> here[PIECE];
+    nbi_moe_unit unit;
 
     NBI_DEV static void load(nbi_tile<KIND> *tiles, const nbi_moe_unit &u, uint32_t piece)
     {
+        nbi_cuda_packed w = {};
+        w.data = u.data;
+        w.scales = u.scales;
 #pragma unroll
-        for (uint32_t i = 0; i < PIECE; i++) {
-            const uint32_t kt = u.chunk * TILES + piece * PIECE + i;
-            if (kt < u.w.n_kt) tiles[i].load(u.w, u.rt, kt, (uint32_t)nbi_lane());
-        }
+        for (uint32_t i = 0; i < PIECE; i++)
+            if (WHOLE || piece * PIECE + i < u.tiles)
+                tiles[i].load(w, 0, piece * PIECE + i, (uint32_t)nbi_lane());
     }
 
-    NBI_DEV void multiply(float d[4], const nbi_moe_unit &u, uint32_t piece) const
+    NBI_DEV void multiply(float d[4], uint32_t piece) const
     {
-        const char *x =
-            u.x + (u.chunk * TILES + piece * PIECE) * NBI_MOE_TILE_X_BYTES + (nbi_lane() & 3) * 16;
 #pragma unroll
         for (uint32_t i = 0; i < PIECE; i++) {
-            if (u.chunk * TILES + piece * PIECE + i >= u.w.n_kt) continue;
+            const uint32_t tile = piece * PIECE + i;
+            if (!WHOLE && tile >= unit.tiles) continue;
 #pragma unroll
             for (uint32_t w = 0; w < NBI_TILE_STEPS; w += 2) {
-                const nbi_u32x4 b =
-                    *reinterpret_cast<const nbi_u32x4 *>(x + i * NBI_MOE_TILE_X_BYTES + w / 2 * 64);
+                const nbi_u32x4 b = *reinterpret_cast<const nbi_u32x4 *>(
+                    unit.x + tile * NBI_MOE_TILE_X_BYTES + w / 2 * 64);
                 uint32_t a[4];
                 here[i].fragment(a, w);
                 nbi_tile_mma<KIND>(d, a, b.v);
@@ -89,32 +115,42 @@ template <nbi_weight_kind KIND> struct nbi_moe_walk {
         }
     }
 
-    /* Asks for the first weights; needs nothing of the unit but w, rt and chunk. */
+    /* Asks for the first weights. */
     NBI_DEV void begin(const nbi_moe_unit &first)
     {
-        load(here, first, 0);
+        unit = first;
+        load(here, unit, 0);
     }
 
-    /* Units first, first + step, ... below n; begin() was called for the first. at(u) describes
-     * unit u, done(u, d) takes its sums. */
-    template <class At, class Done>
-    NBI_DEV void run(uint32_t first, uint32_t step, uint32_t n, At at, Done done)
+    template <bool MORE, class Done> NBI_DEV void one(const nbi_moe_unit &after, Done done)
     {
-        for (uint32_t u = first; u < n; u += step) {
-            const nbi_moe_unit unit = at(u);
-            float d[4] = {0, 0, 0, 0};
+        float d[4] = {0, 0, 0, 0};
 #pragma unroll
-            for (uint32_t piece = 0; piece < PIECES; piece++) {
-                nbi_tile<KIND> next[PIECE] = {};
-                if (piece + 1 < PIECES)
-                    load(next, unit, piece + 1);
-                else if (u + step < n)
-                    load(next, at(u + step), 0);
-                multiply(d, unit, piece);
+        for (uint32_t piece = 0; piece < PIECES; piece++) {
+            nbi_tile<KIND> next[PIECE];
+            if (piece + 1 < PIECES)
+                load(next, unit, piece + 1);
+            else if (MORE)
+                load(next, after, 0);
+            multiply(d, piece);
+            if (piece + 1 == PIECES && !MORE) break;
 #pragma unroll
-                for (uint32_t i = 0; i < PIECE; i++) here[i] = next[i];
-            }
-            done(u, d);
+            for (uint32_t i = 0; i < PIECE; i++) here[i] = next[i];
         }
+        done(unit, d);
+    }
+
+    /* n units; begin() was called for the first, next() describes the one after. done(unit, d)
+     * takes a unit's sums. */
+    template <class Next, class Done> NBI_DEV void run(uint32_t n, Next next, Done done)
+    {
+        if (!n) return;
+#pragma unroll(PIECES > 1 ? 1 : 2) /* here = next costs no moves */
+        for (; n > 1; n--) {
+            const nbi_moe_unit after = next();
+            one<true>(after, done);
+            unit = after;
+        }
+        one<false>(unit, done);
     }
 };
