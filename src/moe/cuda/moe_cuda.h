@@ -24,7 +24,7 @@ struct nbi_moe_layer {
     nbi_moe_weights gate_up, down;
 };
 
-NBI_DEV nbi_cuda_packed nbi_moe_expert(const nbi_moe_weights &w, uint32_t e)
+__host__ __device__ inline nbi_cuda_packed nbi_moe_expert(const nbi_moe_weights &w, uint32_t e)
 {
     nbi_cuda_packed p = w.first;
     const size_t at = e * w.stride;
