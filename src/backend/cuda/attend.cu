@@ -6,6 +6,7 @@
 #include "backend/cuda/attend.h"
 
 #define PLAIN_THREADS 128u
+#define PARTIAL_BYTES ((size_t)192 << 20)
 
 size_t nbi_cuda_attend_row_bytes(uint32_t n, uint32_t n_heads, uint32_t v_width)
 {
@@ -75,16 +76,60 @@ template <bool BF16> static __global__ void plain_kernel(nbi_cuda_attend a)
         a.out[r * a.out_row + h * a.out_head + i] = n ? o[i] / l : 0;
 }
 
+/* Splits of a head of a row, in ascending order. */
+static __global__ void merge_kernel(nbi_cuda_attend a, uint32_t splits)
+{
+    nbi_wait_before();
+    nbi_let_next();
+    const uint32_t r = blockIdx.x, h = blockIdx.y, n = nbi_attend_length(a, r);
+    const uint32_t split = nbi_attend_split(n), many = (n + split - 1) / split;
+    const size_t step = (size_t)a.n_heads * (a.v_width + 2);
+    const float *first = nbi_attend_partial(a, splits, r, 0, h);
+    for (uint32_t i = threadIdx.x; i < a.v_width; i += PLAIN_THREADS) {
+        float *out = a.out + r * a.out_row + h * a.out_head + i;
+        if (n == 0) {
+            *out = 0;
+            continue;
+        }
+        const float *p = first;
+        float o = p[i], m = p[a.v_width], l = p[a.v_width + 1];
+#pragma unroll 4
+        for (uint32_t s = 1; s < many; s++) {
+            p = first + s * step;
+            const nbi_attend_fold f =
+                nbi_attend_merge(&m, &l, p[a.v_width], p[a.v_width + 1], nbi_attend_scale(a));
+            o = nbi_attend_merged(f, o, p[i]);
+        }
+        *out = o * (1.0f / l);
+    }
+}
+
+void nbi_cuda_attend_merge(nbi_cuda *c, const nbi_cuda_attend *a, uint32_t splits)
+{
+    nbi_launch(&c->rt, dim3(a->n_rows, a->n_heads), dim3(PLAIN_THREADS), 0, merge_kernel, *a,
+               splits);
+}
+
 void nbi_cuda_attend_run(nbi_cuda *c, const nbi_cuda_attend *a)
 {
-    if (!a->n_rows) return;
+    if (!a->n_rows || nbi_cuda_attend_gqa(c, a) || nbi_cuda_attend_mla(c, a)) return;
     nbi_launch(&c->rt, dim3(a->n_rows, a->n_heads), dim3(PLAIN_THREADS), plain_shared(a),
                a->bf16 ? plain_kernel<true> : plain_kernel<false>, *a);
+}
+
+/* Partial results of as many rows as go by splits at once; of the longest context for one. */
+static size_t partial_scratch(const nbi_limits *l)
+{
+    const uint32_t width = l->kv_lora > l->head_dim ? l->kv_lora : l->head_dim;
+    const size_t row = nbi_cuda_attend_row_bytes(l->max_context, l->n_heads, width);
+    const size_t all = l->max_rows * row, most = row > PARTIAL_BYTES ? row : PARTIAL_BYTES;
+    return all < most ? all : most;
 }
 
 size_t nbi_cuda_attention_scratch(const nbi_cuda *c, const nbi_limits *l)
 {
     (void)c;
-    const size_t mla = nbi_cuda_mla_scratch(l), index = nbi_cuda_index_scratch(l);
-    return mla > index ? mla : index;
+    const size_t attend = nbi_cuda_mla_scratch(l) + partial_scratch(l);
+    const size_t index = nbi_cuda_index_scratch(l);
+    return attend > index ? attend : index;
 }

@@ -3,7 +3,7 @@
  * heads, values are its front) and GQA. Private to src/backend/cuda.
  *
  * A row's context of n positions (all up to its own, or a list) is cut into splits whose length
- * depends on n alone; inside a split, tiles of NBI_ATTEND_TILE positions are folded into a running
+ * depends on n alone; inside a split, tiles of 32 or 64 positions are folded into a running
  * softmax in ascending order; then the splits are, in ascending order. Whether one block walks over
  * all splits of a row or each split has its own block and a second kernel merges them, the
  * arithmetic is the same, so a row's bits depend on the row only. */
@@ -11,7 +11,6 @@
 
 #include "backend/cuda/cuda_backend.h"
 
-#define NBI_ATTEND_TILE       64u
 #define NBI_ATTEND_SPLIT      128u /* positions of a split, for contexts up to 64 of them */
 #define NBI_ATTEND_SPLITS_MAX 64u
 
@@ -27,7 +26,7 @@ struct nbi_cuda_attend {
     float scale;
     const int32_t *select; /* of row `first`: [select_stride] positions, -1 behind; NULL: all */
     uint32_t select_stride;
-    uint32_t first, n_rows, max_len;
+    uint32_t first, n_rows, n_seqs, max_len;
     /* of the batch */
     const int32_t *pos, *row_seq, *seq_first, *page_table;
     uint32_t page_stride;

@@ -121,6 +121,7 @@ void nbi_cuda_gqa_attend(nbi_backend *b, const nbi_gqa_attend_args *args)
                                .select_stride = 0,
                                .first = 0,
                                .n_rows = batch->n_rows,
+                               .n_seqs = batch->n_seqs,
                                .max_len = batch->max_len,
                                .pos = batch->pos,
                                .row_seq = batch->row_seq,

@@ -334,6 +334,7 @@ static nbi_cuda_attend attend_args(const nbi_mla_attend_args *args)
             .select_stride = args->select_stride,
             .first = 0,
             .n_rows = 0,
+            .n_seqs = batch->n_seqs,
             .max_len = args->select && args->select_stride < batch->max_len ? args->select_stride
                                                                             : batch->max_len,
             .pos = batch->pos,
