@@ -453,25 +453,27 @@ static void bench_mla(uint32_t heads, uint32_t ctx, uint32_t rows, nbi_dtype dty
     at_free_mla(&d);
 }
 
-static void bench_gqa(uint32_t heads, uint32_t kv, uint32_t ctx, uint32_t rows, double bandwidth)
+static void bench_gqa(uint32_t heads, uint32_t kv, uint32_t dim, uint32_t ctx, uint32_t rows,
+                      double bandwidth)
 {
-    const at_gqa_case c = {heads, kv, 128, NBI_BF16};
+    const at_gqa_case c = {heads, kv, dim, NBI_BF16};
     at_gqa d;
     at_make_gqa(&d, &c, &ctx, &rows, 1);
     const nbi_limits limits = at_gqa_limits(&c, rows, ctx);
     double visible = 0;
     for (uint32_t t = 0; t < rows; t++) visible += d.batch.pos[t] + 1;
-    const double gmac = visible * heads * 256 * 1e-9, bytes = (double)ctx * kv * 128 * 2 * 2;
+    const double gmac = visible * heads * 2 * dim * 1e-9, bytes = (double)ctx * kv * dim * 2 * 2;
     LEVELS(level)
     {
         if (level == NBI_CPU_REFERENCE) continue;
         nbi_cpu *cpu = op_open(level, 2, &limits);
         bench_run r = {.cpu = cpu, .gqa = &d};
         const double s = op_time(bench_once, &r, 9);
-        printf("  gqa %-9s heads %2u/%u ctx %6u rows %4u %9.1f us %6.1f GMAC/s %7.1f MB %5.1f%% of "
+        printf("  gqa %-9s heads %2u/%u x %u ctx %6u rows %4u %9.1f us %6.1f GMAC/s %7.1f MB "
+               "%5.1f%% of "
                "read bandwidth\n",
-               nbi_cpu_level_name(level), heads, kv, ctx, rows, s * 1e6, gmac / s, bytes * 1e-6,
-               100 * bytes / s / bandwidth);
+               nbi_cpu_level_name(level), heads, kv, dim, ctx, rows, s * 1e6, gmac / s,
+               bytes * 1e-6, 100 * bytes / s / bandwidth);
         op_close(cpu);
     }
     at_free_gqa(&d);
@@ -489,11 +491,20 @@ static void bench(void)
     bench_mla(20, 2048, 1, NBI_F32, bw);
     bench_mla(64, 2048, 1, NBI_BF16, bw);
     bench_mla(20, 512, 512, NBI_BF16, bw);
-    bench_gqa(32, 4, 512, 1, bw);
-    bench_gqa(32, 4, 32768, 1, bw);
-    bench_gqa(32, 4, 512, 512, bw);
-    bench_gqa(8, 8, 32768, 1, bw);
-    bench_gqa(8, 8, 512, 512, bw);
+    /* The two forms of latent attention, without building keys and values (docs/models.md). */
+    const uint32_t heads[] = {4, 20, 64}, contexts[] = {512, 2048, 8192};
+    for (int h = 0; h < 3; h++)
+        for (int c = 0; c < 3; c++) {
+            bench_mla(heads[h], contexts[c], 128, NBI_BF16, bw);
+            bench_gqa(heads[h], heads[h], 256, contexts[c], 128, bw);
+        }
+    bench_mla(20, 4608, 512, NBI_BF16, bw);
+    bench_gqa(20, 20, 256, 4608, 512, bw);
+    bench_gqa(32, 4, 128, 512, 1, bw);
+    bench_gqa(32, 4, 128, 32768, 1, bw);
+    bench_gqa(32, 4, 128, 512, 512, bw);
+    bench_gqa(8, 8, 128, 32768, 1, bw);
+    bench_gqa(8, 8, 128, 512, 512, bw);
 }
 
 int main(int argc, char **argv)
