@@ -506,9 +506,225 @@ static void test_gqa_append(void **state)
     }
 }
 
+/* ---------------------------------------------------------------- speed */
+
+/* A cache of random BF16 values, in copies that together are larger than any L2, taken in turn. */
+typedef struct bench_cache {
+    nbi_backend *b;
+    char *p;
+    size_t copy_bytes, n_copies;
+} bench_cache;
+
+static bench_cache bench_fill(nbi_backend *b, size_t bytes, bool emulated)
+{
+    bench_cache c = {.b = b, .copy_bytes = (bytes + 255) / 256 * 256};
+    c.n_copies = emulated ? 1 : ((size_t)256 << 20) / c.copy_bytes + 1;
+    const size_t all = c.copy_bytes * c.n_copies, n = (size_t)1 << 20;
+    c.p = b->ops->alloc(b, all);
+    assert_non_null(c.p);
+    uint16_t *x = malloc(n * sizeof *x);
+    for (size_t i = 0; i < n; i++) x[i] = nbi_f32_bf16(op_normal());
+    for (size_t at = 0; at < all; at += n * sizeof *x)
+        b->ops->upload(b, c.p + at, x, all - at < n * sizeof *x ? all - at : n * sizeof *x);
+    free(x);
+    return c;
+}
+
+static bool is_emulated(const nbi_backend *b)
+{
+    return strstr(b->description, "emulated") != NULL;
+}
+
+typedef struct bench_run {
+    nbi_backend *b;
+    bench_cache kv;
+    nbi_kv_layer layer;
+    nbi_mla_attend_args mla;
+    nbi_gqa_attend_args gqa; /* when heads are given */
+    size_t turn;
+    uint32_t calls; /* per measurement */
+} bench_run;
+
+static void bench_calls(void *arg)
+{
+    bench_run *r = arg;
+    for (uint32_t i = 0; i < r->calls; i++) {
+        char *copy = r->kv.p + r->turn++ % r->kv.n_copies * r->kv.copy_bytes;
+        if (r->gqa.n_heads) {
+            r->layer.k = copy;
+            r->layer.v = copy + r->kv.copy_bytes / 2 / 256 * 256;
+            r->b->ops->gqa_attend(r->b, &r->gqa);
+        } else {
+            r->layer.latent = copy;
+            r->b->ops->mla_attend(r->b, &r->mla);
+        }
+    }
+    gpu_sync(r->b);
+}
+
+static void bench_report(bench_run *r, const char *what, const op_batch *batch, double kv_bytes,
+                         double flops)
+{
+    r->calls = is_emulated(r->b) ? 1 : 16;
+    const double s = op_time(bench_calls, r, is_emulated(r->b) ? 1 : 5) / r->calls;
+    const double roof = r->b->ops->read_bandwidth(r->b, r->kv.p, r->kv.copy_bytes * r->kv.n_copies);
+    printf("  %-34s rows %4u len %6u %9.1f us  cache %7.1f MB %7.1f GB/s %5.1f%% of read bandwidth "
+           "%7.1f TFLOP/s\n",
+           what, batch->b.n_rows, batch->b.max_len, s * 1e6, kv_bytes * 1e-6, kv_bytes / s * 1e-9,
+           100 * kv_bytes / s / roof, flops / s * 1e-12);
+}
+
+/* n_seqs sequences of `length` positions, the last `rows` of each. */
+static void bench_batch(op_batch *batch, uint32_t n_seqs, uint32_t length, uint32_t rows)
+{
+    uint32_t lengths[64], n[64];
+    for (uint32_t i = 0; i < n_seqs; i++) lengths[i] = length, n[i] = rows;
+    op_batch_make(batch, lengths, n, n_seqs);
+}
+
+static double bench_visible(const op_batch *b, uint32_t most)
+{
+    double n = 0;
+    for (uint32_t t = 0; t < b->b.n_rows; t++)
+        n += (uint32_t)b->pos[t] + 1 < most ? (uint32_t)b->pos[t] + 1 : most;
+    return n;
+}
+
+/* topk > 0: lists of topk positions, evenly spread. */
+static void bench_mla(uint32_t heads, uint32_t nope, uint32_t v, uint32_t n_seqs, uint32_t length,
+                      uint32_t rows, uint32_t topk)
+{
+    op_batch batch;
+    bench_batch(&batch, n_seqs, length, rows);
+    const uint32_t T = batch.b.n_rows;
+    const at_mla_case c = {heads, nope, 64, 512, v, NBI_BF16, NBI_WEIGHT_BF16, 0};
+    const nbi_limits limits = at_mla_limits(&c, T, length);
+    nbi_backend *b = gpu_open(&limits);
+    const size_t nq = (size_t)T * heads * (nope + 64), nw = (size_t)heads * (nope + v) * 512;
+    uint16_t *w = malloc(nw * sizeof *w);
+    for (size_t i = 0; i < nw; i++) w[i] = nbi_f32_bf16(0.05f * op_uniform(-1, 1));
+    const nbi_matrix m = {.kind = NBI_WEIGHT_BF16,
+                          .rows = heads * (nope + v),
+                          .cols = 512,
+                          .data = w,
+                          .global_scale = 1,
+                          .name = "kv_b_proj"};
+    nb_error err = {0};
+    nbi_weight *kv_b = NULL;
+    assert_int_equal(b->ops->weight_prepare(b, &kv_b, &m, &err), NB_OK);
+    float *q0 = op_floats(nq);
+    for (size_t i = 0; i < nq; i++) q0[i] = op_uniform(-1, 1);
+    int32_t *sel = malloc((size_t)T * (topk + 1) * sizeof *sel);
+    for (uint32_t t = 0; t < T; t++)
+        for (uint32_t i = 0; i < topk; i++) {
+            const uint32_t len = (uint32_t)batch.pos[t] + 1;
+            sel[t * topk + i] =
+                len <= topk ? (i < len ? (int32_t)i : -1) : (int32_t)((uint64_t)i * len / topk);
+        }
+    gpu_buffer q = gpu_floats(b, q0, nq), o = gpu_poisoned(b, (size_t)T * heads * v * 4);
+    gpu_buffer lists = gpu_bytes(b, sel, (size_t)T * topk * 4);
+    bench_run r = {.b = b};
+    r.kv = bench_fill(b, (size_t)batch.n_pages * 64 * 576 * 2, is_emulated(b));
+    r.layer = (nbi_kv_layer){.dtype = NBI_BF16};
+    r.mla = (nbi_mla_attend_args){.out = o.p,
+                                  .q = q.p,
+                                  .kv_b = kv_b,
+                                  .n_heads = heads,
+                                  .nope_dim = nope,
+                                  .rope_dim = 64,
+                                  .kv_lora = 512,
+                                  .v_dim = v,
+                                  .scale = 0.0625f,
+                                  .cache = &r.layer,
+                                  .select = topk ? lists.p : NULL,
+                                  .select_stride = topk,
+                                  .batch = gpu_step(b, &batch.b)};
+    char what[64];
+    snprintf(what, sizeof what, "mla %u heads%s", heads, topk ? ", selected" : "");
+    const double see = bench_visible(&batch, topk ? topk : UINT32_MAX);
+    const double read = topk ? (double)T * topk : (double)n_seqs * length;
+    bench_report(&r, what, &batch, read * 1152,
+                 2 * heads * (see * (2 * 512 + 64) + (double)T * 512 * (nope + v)));
+    gpu_step_end(b);
+    b->ops->release(b, r.kv.p, r.kv.copy_bytes * r.kv.n_copies);
+    b->ops->weight_release(b, &kv_b);
+    gpu_free(&q);
+    gpu_free(&o);
+    gpu_free(&lists);
+    gpu_close(b);
+    op_free(q0);
+    free(w);
+    free(sel);
+    op_batch_free(&batch);
+}
+
+static void bench_gqa(uint32_t heads, uint32_t kv, uint32_t n_seqs, uint32_t length, uint32_t rows)
+{
+    op_batch batch;
+    bench_batch(&batch, n_seqs, length, rows);
+    const uint32_t T = batch.b.n_rows;
+    const at_gqa_case c = {heads, kv, 128, NBI_BF16};
+    const nbi_limits limits = at_gqa_limits(&c, T, length);
+    nbi_backend *b = gpu_open(&limits);
+    const size_t nq = (size_t)T * heads * 128;
+    float *q0 = op_floats(nq);
+    for (size_t i = 0; i < nq; i++) q0[i] = op_uniform(-1, 1);
+    gpu_buffer q = gpu_floats(b, q0, nq), o = gpu_poisoned(b, nq * 4);
+    bench_run r = {.b = b};
+    r.kv = bench_fill(b, (size_t)batch.n_pages * 64 * kv * 128 * 2 * 2, is_emulated(b));
+    r.layer = (nbi_kv_layer){.dtype = NBI_BF16};
+    r.gqa = (nbi_gqa_attend_args){.out = o.p,
+                                  .q = q.p,
+                                  .n_heads = heads,
+                                  .n_kv_heads = kv,
+                                  .head_dim = 128,
+                                  .scale = 0.09f,
+                                  .cache = &r.layer,
+                                  .batch = gpu_step(b, &batch.b)};
+    char what[64];
+    snprintf(what, sizeof what, "gqa %u/%u heads of 128", heads, kv);
+    bench_report(&r, what, &batch, (double)n_seqs * length * kv * 512,
+                 2.0 * heads * bench_visible(&batch, UINT32_MAX) * 256);
+    gpu_step_end(b);
+    b->ops->release(b, r.kv.p, r.kv.copy_bytes * r.kv.n_copies);
+    gpu_free(&q);
+    gpu_free(&o);
+    gpu_close(b);
+    op_free(q0);
+    op_batch_free(&batch);
+}
+
+static void bench(void)
+{
+    const nbi_limits none = {.max_rows = 1, .max_seqs = 1, .max_context = 64};
+    nbi_backend *b = gpu_open(&none);
+    printf("%s\n", b->description);
+    const bool emulated = is_emulated(b); /* then only that it runs */
+    gpu_close(b);
+    const uint32_t less = emulated ? 32 : 1, S = emulated ? 2 : 64, R = emulated ? 4 : 2048;
+    bench_gqa(32, 4, 1, 4096 / less, 1);
+    bench_gqa(32, 4, S, 4096 / less, 1);
+    bench_gqa(96, 8, S, 4096 / less, 1);
+    bench_gqa(32, 4, 1, 4096 / less, R);
+    bench_mla(64, 192, 256, 1, 2048 / less, 1, 0);
+    bench_mla(64, 192, 256, 1, 8192 / less, 1, 2048 / less);
+    bench_mla(64, 192, 256, S, 8192 / less, 1, 0);
+    bench_mla(64, 192, 256, S, 8192 / less, 1, 2048 / less);
+    bench_mla(128, 128, 128, S, 4096 / less, 1, 0);
+    bench_mla(20, 192, 256, 1, 4096 / less, 1, 0);
+    bench_mla(20, 192, 256, S, 4096 / less, 1, 0);
+    if (emulated) return;
+    bench_mla(64, 192, 256, 1, 8192, 2048, 2048);
+    bench_mla(20, 192, 256, 1, 4096, 2048, 0);
+}
+
 int main(int argc, char **argv)
 {
     op_begin(argc, argv);
+    if (op_bench) {
+        bench();
+        return 0;
+    }
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_mla_shapes), cmocka_unit_test(test_mla_long),
         cmocka_unit_test(test_mla_bits),   cmocka_unit_test(test_mla_identity),

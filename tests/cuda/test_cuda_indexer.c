@@ -183,6 +183,7 @@ static void test_bits(void **state)
 {
     (void)state;
     bits(&(index_case){5, 24, 8, 50, NBI_BF16, true});
+    bits(&(index_case){16, 128, 64, 40, NBI_BF16, true});
 }
 
 static void check_append(nbi_dtype dtype, bool pairs)
@@ -250,9 +251,66 @@ static void test_append(void **state)
     for (int i = 0; i < 4; i++) check_append(i & 1 ? NBI_BF16 : NBI_F32, i & 2);
 }
 
+/* ---------------------------------------------------------------- speed */
+
+typedef struct bench_run {
+    nbi_backend *b;
+    nbi_index_select_args a;
+    uint32_t calls;
+} bench_run;
+
+static void bench_calls(void *arg)
+{
+    bench_run *r = arg;
+    for (uint32_t i = 0; i < r->calls; i++) r->b->ops->index_select(r->b, &r->a);
+    gpu_sync(r->b);
+}
+
+/* One sequence of `length` positions, its last rows; 32 heads of 128, 2,048 chosen. */
+static void bench_select(uint32_t length, uint32_t rows)
+{
+    index_data d;
+    ix_make(&d, &(index_case){32, 128, 64, 2048, NBI_BF16, true}, &length, &rows, 1);
+    const uint32_t T = rows;
+    const nbi_limits limits = ix_limits(&d);
+    nbi_backend *g = gpu_open(&limits);
+    gpu_buffer keys = keys_of(g, &d), q = gpu_floats(g, d.q, (size_t)T * 32 * 128);
+    gpu_buffer w = gpu_floats(g, d.w, T * 32), cs = gpu_floats(g, d.cs, T * 32);
+    gpu_buffer sn = gpu_floats(g, d.sn, T * 32), sel = gpu_poisoned(g, (size_t)T * 2048 * 4);
+    const nbi_kv_layer kv = {.dtype = NBI_BF16, .index_k = keys.p};
+    const nbi_rope_rows rope = {.cos = cs.p, .sin = sn.p, .dim = 64, .interleaved = true};
+    bench_run r = {.b = g, .calls = 16};
+    r.a = (nbi_index_select_args){.select = sel.p,
+                                  .q = q.p,
+                                  .w = w.p,
+                                  .n_heads = 32,
+                                  .index_dim = 128,
+                                  .topk = 2048,
+                                  .rope = &rope,
+                                  .cache = &kv,
+                                  .batch = gpu_step(g, &d.batch.b)};
+    const double s = op_time(bench_calls, &r, 5) / r.calls;
+    double visible = 0;
+    for (uint32_t t = 0; t < T; t++) visible += d.batch.pos[t] + 1;
+    printf("  index_select len %6u rows %4u %9.1f us %8.2f TFLOP/s, keys %6.1f MB (in L2)\n",
+           length, rows, s * 1e6, visible * 32 * 128 * 2e-12 / s, length * 256e-6);
+    gpu_step_end(g);
+    gpu_buffer *all[] = {&keys, &q, &w, &cs, &sn, &sel};
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++) gpu_free(all[i]);
+    gpu_close(g);
+    ix_free(&d);
+}
+
 int main(int argc, char **argv)
 {
     op_begin(argc, argv);
+    if (op_bench) {
+        bench_select(8192, 1);
+        bench_select(65536, 1);
+        bench_select(131072, 1);
+        bench_select(8192, 2048);
+        return 0;
+    }
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_shapes),       cmocka_unit_test(test_ties),
         cmocka_unit_test(test_long_context), cmocka_unit_test(test_bits),

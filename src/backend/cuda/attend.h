@@ -151,13 +151,6 @@ NBI_DEV float nbi_attend_merged(const nbi_attend_fold &f, float o, float more)
     return fmaf(more, f.add, o * f.keep);
 }
 
-/* Two values as BF16 pairs whose sum has 16 bits of them. */
-NBI_DEV void nbi_attend_halves(float x, float y, uint32_t *hi, uint32_t *lo)
-{
-    *hi = nbi_to_bf16x2(x, y);
-    *lo = nbi_to_bf16x2(x - nbi_bf16_lo(*hi), y - nbi_bf16_hi(*hi));
-}
-
 /* Whole shapes in one launch or more, and the merge: attend.cu, attend_gqa.cu, attend_mla.cu. False
  * when the shape is not theirs. */
 bool nbi_cuda_attend_gqa(nbi_cuda *c, const nbi_cuda_attend *a);

@@ -41,9 +41,9 @@ NBI_DEV void load_queries(const nbi_cuda_attend &a, const nbi_attend_group &g, u
         const nbi_attend_slot s = nbi_attend_slot_of(a, g, kv, slot0 + i);
         const float *q = a.q + s.row * a.q_row + s.head * a.q_head;
         for (uint32_t c = 2 * nbi_lane(); c < D; c += 2 * NBI_WARP)
-            nbi_attend_halves(s.n ? q[c] : 0, s.n ? q[c + 1] : 0,
-                              reinterpret_cast<uint32_t *>(hi + i * padded<D> + c),
-                              reinterpret_cast<uint32_t *>(lo + i * padded<D> + c));
+            nbi_halves(s.n ? q[c] : 0, s.n ? q[c + 1] : 0,
+                       reinterpret_cast<uint32_t *>(hi + i * padded<D> + c),
+                       reinterpret_cast<uint32_t *>(lo + i * padded<D> + c));
     }
 }
 
@@ -144,7 +144,7 @@ NBI_DEV void add_values(softmax<D> &x, const float s[TILE / 8][4], const uint16_
 #pragma unroll
         for (int j = 0; j < 4; j++) {
             const float *p = &s[2 * i + j / 2][j % 2 * 2];
-            nbi_attend_halves(p[0], p[1], &ph[j], &pl[j]);
+            nbi_halves(p[0], p[1], &ph[j], &pl[j]);
         }
 #pragma unroll
         for (int c = 0; c < D / 16; c++) {

@@ -53,9 +53,9 @@ NBI_DEV void load_queries(const nbi_cuda_attend &a, const nbi_attend_group &g, u
         const nbi_attend_slot &slot = s->slot[i];
         const float *q = a.q + slot.row * a.q_row + slot.head * a.q_head;
         for (uint32_t c = 2 * nbi_lane(); c < WIDTH; c += 2 * NBI_WARP)
-            nbi_attend_halves(slot.n ? q[c] : 0, slot.n ? q[c + 1] : 0,
-                              reinterpret_cast<uint32_t *>(&s->q_hi[i][c]),
-                              reinterpret_cast<uint32_t *>(&s->q_lo[i][c]));
+            nbi_halves(slot.n ? q[c] : 0, slot.n ? q[c + 1] : 0,
+                       reinterpret_cast<uint32_t *>(&s->q_hi[i][c]),
+                       reinterpret_cast<uint32_t *>(&s->q_lo[i][c]));
     }
 }
 
@@ -155,8 +155,8 @@ NBI_DEV void fold_tile(block_memory<M, STAGES> *s, running *r, int n, float scal
     r->l = fmaf(r->l, keep, (x[0] + x[1]) + (x[2] + x[3]));
     uint32_t *hi = reinterpret_cast<uint32_t *>(&s->p_hi[slot][c]);
     uint32_t *lo = reinterpret_cast<uint32_t *>(&s->p_lo[slot][c]);
-    nbi_attend_halves(x[0], x[1], hi, lo);
-    nbi_attend_halves(x[2], x[3], hi + 1, lo + 1);
+    nbi_halves(x[0], x[1], hi, lo);
+    nbi_halves(x[2], x[3], hi + 1, lo + 1);
     if (c == 0) s->keep[slot] = keep;
     if (!ends) return;
     const float l = eight_sum(r->l);

@@ -110,3 +110,10 @@ NBI_DEV void nbi_rope_turn(const nbi_rope_arg &r, size_t t, uint32_t i, float *u
     *u = fmaf(x, cs, -(y * sn));
     *v = fmaf(x, sn, y * cs);
 }
+
+/* Two values as BF16 pairs whose sum has 16 bits of them. */
+NBI_DEV void nbi_halves(float x, float y, uint32_t *hi, uint32_t *lo)
+{
+    *hi = nbi_to_bf16x2(x, y);
+    *lo = nbi_to_bf16x2(x - nbi_bf16_lo(*hi), y - nbi_bf16_hi(*hi));
+}

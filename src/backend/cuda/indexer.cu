@@ -106,7 +106,7 @@ struct index_select {
     nbi_rope_arg rope;
     const void *keys;
     uint32_t first, n_rows;
-    const int32_t *pos, *row_seq, *page_table;
+    const int32_t *pos, *row_seq, *seq_first, *page_table;
     uint32_t page_stride;
     uint32_t *scores; /* [n_rows][stride], sortable */
     uint32_t stride;
@@ -166,6 +166,141 @@ template <bool BF16> static __global__ void index_score_kernel(index_select a)
             score = add_head(score, dot * dim_scale, a.w[t * a.n_heads + h] * head_scale);
         }
         a.scores[(size_t)r * a.stride + p] = sortable(score);
+    }
+}
+
+/* ---------------------------------------------------------------- scores by matrix units */
+
+#define MMA_DIM     128
+#define MMA_ROW     (MMA_DIM + 8) /* rows in shared memory 16 bytes further apart: no conflicts */
+#define MMA_WARPS   4
+#define MMA_THREADS (MMA_WARPS * NBI_WARP)
+#define MMA_HEADS   64 /* at most */
+#define MMA_GROUP   8u /* rows of a sequence that share a block's keys */
+
+static_assert(MMA_WARPS * 32 == POSITIONS, "a warp has 32 positions");
+
+struct score_memory {
+    uint16_t keys[POSITIONS][MMA_ROW];
+    uint16_t q_hi[MMA_HEADS][MMA_ROW], q_lo[MMA_HEADS][MMA_ROW];
+    float w[MMA_HEADS];
+};
+
+/* The block's keys on their way to shared memory; zeros from position n on. */
+NBI_DEV void load_keys(const index_select &a, score_memory *s, int32_t seq, uint32_t begin,
+                       uint32_t n)
+{
+    const uint16_t *keys = static_cast<const uint16_t *>(a.keys);
+    for (uint32_t i = threadIdx.x; i < POSITIONS * (MMA_DIM / 8); i += MMA_THREADS) {
+        const uint32_t row = i / (MMA_DIM / 8), c = i % (MMA_DIM / 8) * 8, p = begin + row;
+        size_t at = 0;
+        if (p < n)
+            at = (nbi_kv_page(a.page_table, a.page_stride, seq, p) * NBI_PAGE_TOKENS +
+                  p % NBI_PAGE_TOKENS) *
+                     MMA_DIM +
+                 c;
+        nbi_copy_async(&s->keys[row][c], keys + at, p < n);
+    }
+    nbi_copy_commit();
+}
+
+/* Row t's queries in two BF16 halves, and its weights. */
+NBI_DEV void load_index_queries(const index_select &a, score_memory *s, size_t t, float head_scale)
+{
+    const float *q = a.q + t * a.n_heads * MMA_DIM;
+    for (uint32_t i = threadIdx.x; i < a.n_heads * (MMA_DIM / 2); i += MMA_THREADS) {
+        const uint32_t h = i / (MMA_DIM / 2), c = i % (MMA_DIM / 2) * 2;
+        const nbi_f32x2 x = *reinterpret_cast<const nbi_f32x2 *>(q + h * MMA_DIM + c);
+        nbi_halves(x.v[0], x.v[1], reinterpret_cast<uint32_t *>(&s->q_hi[h][c]),
+                   reinterpret_cast<uint32_t *>(&s->q_lo[h][c]));
+    }
+    for (uint32_t h = threadIdx.x; h < a.n_heads; h += MMA_THREADS)
+        s->w[h] = a.w[t * a.n_heads + h] * head_scale;
+}
+
+/* Scores of the warp's 32 positions (k: their fragments) for one row: lane (g, t) of a quad gets
+ * those of positions g, g + 8, g + 16, g + 24. Heads are summed in ascending order inside a lane,
+ * then over the quad. */
+NBI_DEV void score_row(const index_select &a, const score_memory *s, const uint32_t k[2][8][4],
+                       float dim_scale, float score[2][2])
+{
+    const int lane = nbi_lane(), t = lane & 3;
+    score[0][0] = score[0][1] = score[1][0] = score[1][1] = 0;
+#pragma unroll 2
+    for (uint32_t h = 0; h < a.n_heads; h += 8) {
+        float d[2][4] = {};
+#pragma unroll
+        for (int c = 0; c < 4; c++) {
+            uint32_t hi[4], lo[4];
+            nbi_ldmatrix(hi, &s->q_hi[h + (lane & 7)][c * 32 + (lane >> 3) * 8]);
+            nbi_ldmatrix(lo, &s->q_lo[h + (lane & 7)][c * 32 + (lane >> 3) * 8]);
+#pragma unroll
+            for (int half_step = 0; half_step < 2; half_step++)
+#pragma unroll
+                for (int i = 0; i < 2; i++) {
+                    nbi_mma_bf16(d[i], k[i][2 * c + half_step], hi + 2 * half_step);
+                    nbi_mma_bf16(d[i], k[i][2 * c + half_step], lo + 2 * half_step);
+                }
+        }
+#pragma unroll
+        for (int i = 0; i < 2; i++)
+#pragma unroll
+            for (int j = 0; j < 4; j++)
+                score[i][j / 2] =
+                    add_head(score[i][j / 2], d[i][j] * dim_scale, s->w[h + 2 * t + j % 2]);
+    }
+#pragma unroll
+    for (int i = 0; i < 2; i++)
+#pragma unroll
+        for (int j = 0; j < 2; j++) {
+            score[i][j] += __shfl_xor_sync(NBI_FULL_MASK, score[i][j], 1);
+            score[i][j] += __shfl_xor_sync(NBI_FULL_MASK, score[i][j], 2);
+        }
+}
+
+/* A block is POSITIONS positions and up to MMA_GROUP rows of one sequence: 128 values per head,
+ * BF16 keys, heads in eights. */
+static __global__ void __launch_bounds__(MMA_THREADS) index_score_mma_kernel(index_select a)
+{
+    nbi_wait_before();
+    nbi_let_next();
+    score_memory *s = nbi_shared<score_memory>();
+    const uint32_t first = a.first + blockIdx.y;
+    const int32_t seq = a.row_seq[first];
+    const uint32_t seq_begin = (uint32_t)a.seq_first[seq], seq_end = (uint32_t)a.seq_first[seq + 1];
+    if ((first - (seq_begin > a.first ? seq_begin : a.first)) % MMA_GROUP) return;
+    uint32_t rows = seq_end - first < MMA_GROUP ? seq_end - first : MMA_GROUP;
+    if (rows > a.first + a.n_rows - first) rows = a.first + a.n_rows - first;
+    const uint32_t n = (uint32_t)a.pos[first + rows - 1] + 1; /* of the longest row */
+    if (n <= a.topk) return;
+    const float dim_scale = (float)(1.0 / sqrt((double)a.dim));
+    const float head_scale = (float)(1.0 / sqrt((double)a.n_heads));
+    const int lane = nbi_lane(), warp = threadIdx.x / NBI_WARP;
+    for (uint32_t begin = blockIdx.x * POSITIONS; begin < n; begin += gridDim.x * POSITIONS) {
+        load_keys(a, s, seq, begin, n);
+        nbi_copy_wait<0>();
+        __syncthreads();
+        uint32_t k[2][8][4];
+#pragma unroll
+        for (int i = 0; i < 2; i++)
+#pragma unroll
+            for (int c = 0; c < 8; c++)
+                nbi_ldmatrix(k[i][c],
+                             &s->keys[warp * 32 + i * 16 + (lane & 15)][c * 16 + (lane >> 4) * 8]);
+        for (uint32_t r = 0; r < rows; r++) {
+            const uint32_t t = first + r, see = (uint32_t)a.pos[t] + 1;
+            if (see <= a.topk || see <= begin) continue;
+            load_index_queries(a, s, t, head_scale);
+            __syncthreads();
+            float score[2][2];
+            score_row(a, s, k, dim_scale, score);
+            uint32_t *out = a.scores + (size_t)(t - a.first) * a.stride;
+            for (int i = 0; i < 4; i++) {
+                const uint32_t p = begin + warp * 32 + i * 8 + lane / 4;
+                if ((lane & 3) == 0 && p < see) out[p] = sortable(score[i / 2][i % 2]);
+            }
+            __syncthreads();
+        }
     }
 }
 
@@ -289,9 +424,14 @@ static void select_rows(nbi_cuda *c, const index_select *a, bool bf16)
     /* few blocks that find nothing to do when one sequence is long and many are short */
     uint32_t most = 16384u / a->n_rows;
     if (most < 32) most = 32;
-    const size_t shared = (size_t)a->n_heads * a->dim * sizeof(float);
-    nbi_launch(&c->rt, dim3(blocks < most ? blocks : most, a->n_rows), dim3(POSITIONS), shared,
-               bf16 ? index_score_kernel<true> : index_score_kernel<false>, *a);
+    const dim3 grid(blocks < most ? blocks : most, a->n_rows);
+    if (bf16 && a->dim == MMA_DIM && a->n_heads % 8 == 0 && a->n_heads <= MMA_HEADS &&
+        (uintptr_t)a->keys % 16 == 0)
+        nbi_launch(&c->rt, grid, dim3(MMA_THREADS), sizeof(score_memory), index_score_mma_kernel,
+                   *a);
+    else
+        nbi_launch(&c->rt, grid, dim3(POSITIONS), (size_t)a->n_heads * a->dim * sizeof(float),
+                   bf16 ? index_score_kernel<true> : index_score_kernel<false>, *a);
     nbi_launch(&c->rt, dim3(a->n_rows), dim3(CHOOSE), 0, index_choose_kernel, *a);
 }
 
@@ -313,6 +453,7 @@ void nbi_cuda_index_select(nbi_backend *b, const nbi_index_select_args *args)
                       .n_rows = T,
                       .pos = batch->pos,
                       .row_seq = batch->row_seq,
+                      .seq_first = batch->seq_first,
                       .page_table = batch->page_table,
                       .page_stride = batch->page_stride,
                       .scores = static_cast<uint32_t *>(c->scratch),
