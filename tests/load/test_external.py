@@ -1,10 +1,12 @@
 """`nibble bench serve` beside two load clients of other people: guidellm and sglang.bench_serving.
 
 Counts are compared exactly, on the real server. Times are compared within 3 % on a server that keeps time (paced_server.py), whose
-delays are long against what a busy machine adds; three attempts, since noise passes and a difference of definition does not.
+delays are long against what a busy machine adds, and on the real one; three attempts, since noise passes and a difference of
+definition does not.
 `scripts/setup load` installs the clients; without them the tests are skipped.
 """
 
+import contextlib
 import json
 import os
 import pathlib
@@ -34,23 +36,23 @@ def call(command, folder):
     return done
 
 
-def with_nibble(nibble_bin, url, model, folder):
+def with_nibble(nibble_bin, url, model, folder, streams=N_STREAMS):
     """The figures that all three have: counts, medians of TTFT and of the time per token, in ms."""
     path = folder / "prompts.jsonl"
     path.write_text("".join(json.dumps({"prompt": p, "output_tokens": N_TOKENS}) + "\n" for p in PROMPTS))
     r = json.loads(call([nibble_bin, "bench", "serve", "--base-url", url, "--model", model, "--dataset-name", "file", "--dataset-path", path,
-                         "--num-prompts", N_REQUESTS, "--max-concurrency", N_STREAMS, "--ignore-eos", "--json"], folder).stdout)
+                         "--num-prompts", N_REQUESTS, "--max-concurrency", streams, "--ignore-eos", "--json"], folder).stdout)
     return {"requests": r["completed"], "input": r["total_input_tokens"], "output": r["total_output_tokens"],
             "ttft": r["median_ttft_ms"], "tpot": r["median_tpot_ms"], "itl": r["median_itl_ms"], "e2el": r["median_e2el_ms"],
             "throughput": r["output_throughput"]}
 
 
-def with_guidellm(nibble_bin, url, model, folder):
+def with_guidellm(nibble_bin, url, model, folder, streams=N_STREAMS):
     """Its inter-token latency is that of a request: the time between first and last token, by the tokens but one."""
     path, out = folder / "prompts.jsonl", folder / "guidellm.json"
     path.write_text("".join(json.dumps({"prompt": p, "output_tokens": N_TOKENS}) + "\n" for p in PROMPTS))
     call([VENV / "bin" / "guidellm", "benchmark", "run", "--target", url, "--model", model, "--processor", TOKENIZER,
-          "--rate-type", "concurrent", "--rate", N_STREAMS, "--max-requests", N_REQUESTS, "--data", path,
+          "--rate-type", "concurrent", "--rate", streams, "--max-requests", N_REQUESTS, "--data", path,
           "--data-args", '{"prompt_column": "prompt", "output_tokens_count_column": "output_tokens"}',
           "--backend-args", '{"extra_body": {"text_completions": {"temperature": 0}}}',
           "--output-path", out, "--disable-progress"], folder)
@@ -61,13 +63,13 @@ def with_guidellm(nibble_bin, url, model, folder):
             "tpot": m["inter_token_latency_ms"]["median"], "e2el": m["request_latency"]["median"] * 1e3}
 
 
-def with_sglang(nibble_bin, url, model, folder):
+def with_sglang(nibble_bin, url, model, folder, streams=N_STREAMS):
     path, out = folder / "share.json", folder / "sglang.jsonl"
     path.write_text(json.dumps([{"conversations": [{"from": "human", "value": p}, {"from": "gpt", "value": "as long as needed"}]}
                                 for p in PROMPTS]))
     call([VENV / "bin" / "python", "-c", BENCH_SERVING, "--backend", "sglang-oai", "--base-url", url, "--model", model,
           "--tokenizer", TOKENIZER, "--dataset-name", "sharegpt", "--dataset-path", path, "--sharegpt-output-len", N_TOKENS,
-          "--num-prompts", N_REQUESTS, "--max-concurrency", N_STREAMS, "--output-file", out, "--disable-tqdm"], folder)
+          "--num-prompts", N_REQUESTS, "--max-concurrency", streams, "--output-file", out, "--disable-tqdm"], folder)
     r = json.loads(out.read_text().splitlines()[-1])
     return {"requests": r["completed"], "input": r["total_input_tokens"], "output": r["total_output_tokens"],
             "ttft": r["median_ttft_ms"], "tpot": r["median_tpot_ms"], "itl": r["median_itl_ms"], "e2el": r["median_e2e_latency_ms"],
@@ -77,19 +79,15 @@ def with_sglang(nibble_bin, url, model, folder):
 CLIENTS = {"guidellm": with_guidellm, "sglang": with_sglang}
 
 
-@pytest.mark.parametrize("name", CLIENTS)
-def test_times(nibble_bin, tmp_path, name):
-    """The usage event goes only to those who ask for it: to others it is an event without choices, as servers have it (C43)."""
-    def answer(body, i):
-        return text_stream(0.4, 0.1, N_TOKENS, with_usage=bool(body.get("stream_options")))
-
+def compare_times(nibble_bin, tmp_path, name, start, model, streams=N_STREAMS):
+    """`start` is a context with a server of this model."""
     for attempt in range(3):
         folder = tmp_path / str(attempt)
         folder.mkdir()
-        with PacedServer(answer) as server:
-            ours = with_nibble(nibble_bin, server.url, "paced", folder)
-            theirs = CLIENTS[name](nibble_bin, server.url, "paced", folder)
-        differences = {key: theirs[key] / ours[key] - 1 for key in ("ttft", "tpot", "itl", "e2el") if key in theirs}
+        with start() as server:
+            ours = with_nibble(nibble_bin, server.url, model, folder, streams)
+            theirs = CLIENTS[name](nibble_bin, server.url, model, folder, streams)
+        differences = {key: theirs[key] / ours[key] - 1 for key in ("ttft", "tpot", "itl", "e2el", "throughput") if key in theirs}
         print(name, {key: f"{100 * d:+.2f} %" for key, d in differences.items()}, ours, theirs)
         assert (theirs["requests"], theirs["output"]) == (ours["requests"], ours["output"]) == (N_REQUESTS, N_REQUESTS * N_TOKENS)
         if all(abs(d) < 0.03 for d in differences.values()):
@@ -97,6 +95,30 @@ def test_times(nibble_bin, tmp_path, name):
     if os.getloadavg()[0] > 2 * os.cpu_count():
         pytest.skip(f"the machine is busy with other things: {differences}")
     assert not differences, f"nibble {ours}, {name} {theirs}"
+
+
+@pytest.mark.parametrize("name", CLIENTS)
+def test_times(nibble_bin, tmp_path, name):
+    """The usage event goes only to those who ask for it: to others it is an event without choices, as servers have it (C43)."""
+    def answer(body, i):
+        return text_stream(0.4, 0.1, N_TOKENS, with_usage=bool(body.get("stream_options")))
+
+    compare_times(nibble_bin, tmp_path, name, lambda: PacedServer(answer), "paced")
+
+
+@pytest.mark.parametrize("name", CLIENTS)
+def test_times_of_the_real_server(nibble_bin, tmp_path, name):
+    """One request after another, so that the arrival of a neighbour changes no step; with one thread and the reference kernels, whose
+    steps are long against what a client takes of the other core."""
+    @contextlib.contextmanager
+    def start():
+        server = Server(nibble_bin, TOKENIZER, "--cpu-level", "reference", "--threads", "1")
+        try:
+            yield server
+        finally:
+            server.stop()
+
+    compare_times(nibble_bin, tmp_path, name, start, "glm5-tiny", streams=1)
 
 
 @pytest.fixture(scope="module")
