@@ -11,6 +11,7 @@ the model's context get a copy of its folder that claims a longer one: what the 
 
 `cost --perf` says where the time goes, by thread: `kernel`; `host`, which is what the folders engine, server, text and base do,
 with locks and the clock; `copies`, memcpy() and its like, of whom cannot be seen; and for the engine's threads `model`, the rest.
+`profiled` is the share of the thread's time that the samples cover: far from 1 perf had no time of its own to keep them.
 """
 
 import argparse
@@ -183,7 +184,9 @@ def cost(args, server):
         kinds, functions = shares(args, data)
         pathlib.Path(data).unlink()
         for thread, by_kind in kinds.items():
-            print(json.dumps({"thread": thread, "ms_per_step": {k: round(v, 3) for k, v in by_kind.most_common()}}))
+            profiled = sum(by_kind.values()) * args.tokens * 1e6 / spent.get(thread, 1)
+            print(json.dumps({"thread": thread, "profiled": round(min(profiled, 9), 2),
+                              "ms_per_step": {k: round(v, 3) for k, v in by_kind.most_common()}}))
         for name, ms in functions.most_common(30):
             print(f"{1e3 * ms:8.1f} us  {name}")
 
