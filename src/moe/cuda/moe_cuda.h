@@ -14,6 +14,7 @@
 struct nbi_moe_weights {
     nbi_cuda_packed first;
     size_t stride;
+    const float *input_scale; /* [n_experts] NVFP4 activations (w4a4), 0: off; NULL: all off */
 };
 
 /* One form for every runner here. */
@@ -32,6 +33,11 @@ __host__ __device__ inline nbi_cuda_packed nbi_moe_expert(const nbi_moe_weights 
     p.scales = static_cast<const char *>(p.scales) + at;
     p.row_scale = reinterpret_cast<const float *>(reinterpret_cast<const char *>(p.row_scale) + at);
     return p;
+}
+
+NBI_DEV float nbi_moe_input_scale(const nbi_moe_weights &w, uint32_t e)
+{
+    return w.input_scale ? w.input_scale[e] : 0.0f;
 }
 
 /* silu(gate) * up. */

@@ -90,7 +90,8 @@ static NBI_DEV int32_t list_pairs(uint32_t *list, uint32_t *n_list, const int32_
 /* Rows list[0 .. m) of x into shared memory. */
 template <nbi_weight_kind KIND>
 static NBI_DEV void convert_rows(char *xs, float *unit, const gate_up_args &a, uint32_t row0,
-                                 const uint32_t *list, uint32_t m, uint32_t n_chunks)
+                                 const uint32_t *list, uint32_t m, uint32_t n_chunks,
+                                 float input_scale)
 {
     const uint32_t pitch = a.w.first.n_kt * NBI_MOE_TILE_X_BYTES + ROW_PAD;
     nbi_moe_steps at(threadIdx.x / NBI_WARP, GATE_UP_WARPS, n_chunks);
@@ -99,7 +100,7 @@ static NBI_DEV void convert_rows(char *xs, float *unit, const gate_up_args &a, u
         const size_t row = row0 + list[column] / a.top_k;
         const float two_e = nbi_moe_x_chunk<KIND>(
             xs + column * pitch + c * nbi_chunk_tiles(KIND) * NBI_MOE_TILE_X_BYTES,
-            a.x + row * a.w.first.cols, c, a.w.first.cols);
+            a.x + row * a.w.first.cols, c, a.w.first.cols, input_scale);
         if (nbi_lane() == 0) unit[c * COLUMNS + column] = two_e;
     }
 }
@@ -143,6 +144,7 @@ static __global__ void __launch_bounds__(GATE_UP_WARPS *NBI_WARP, GATE_UP_BLOCKS
     if (e < 0) return;
 
     const nbi_cuda_packed w = nbi_moe_expert(a.w, (uint32_t)e);
+    const float input_scale = nbi_moe_input_scale(a.w, (uint32_t)e);
     const uint32_t rt0 = blockIdx.x * a.row_tiles, n_rt = least(a.row_tiles, w.n_rt - rt0);
     const uint32_t n_chunks = n_chunks_of(w, TILES), n_units = n_chunks * n_rt;
     const uint32_t pitch = w.n_kt * NBI_MOE_TILE_X_BYTES + ROW_PAD;
@@ -170,7 +172,7 @@ static __global__ void __launch_bounds__(GATE_UP_WARPS *NBI_WARP, GATE_UP_BLOCKS
         const uint32_t m = least(a.columns, n_list - first);
         x += least(lane / 4, m - 1) * pitch + lane % 4 * 16;
         walk.unit.x = x + at.q * (TILES * NBI_MOE_TILE_X_BYTES);
-        convert_rows<KIND>(xs, unit, a, row0, list + first, m, n_chunks);
+        convert_rows<KIND>(xs, unit, a, row0, list + first, m, n_chunks, input_scale);
         __syncthreads();
         walk.run(
             n_mine,
@@ -271,7 +273,8 @@ static NBI_DEV void convert_h(char *xs, float *unit, const down_args &a, const g
         const uint32_t c = at.r, place = at.q;
         const float two_e = nbi_moe_x_chunk<KIND>(
             xs + place * pitch + c * nbi_chunk_tiles(KIND) * NBI_MOE_TILE_X_BYTES,
-            a.h + (pair0 + s->pair[place]) * a.w.first.cols, c, a.w.first.cols);
+            a.h + (pair0 + s->pair[place]) * a.w.first.cols, c, a.w.first.cols,
+            nbi_moe_input_scale(a.w, (uint32_t)s->expert[s->pair[place]]));
         if (nbi_lane() == 0) unit[place * n_chunks + c] = two_e;
     }
 }
@@ -453,7 +456,10 @@ static size_t down_room(const nbi_cuda *c)
 
 bool nbi_moe_gemv_fits(const nbi_cuda *c, const nbi_moe_shape *s)
 {
-    return down_shared(s, 1) <= down_room(c);
+    const uint32_t n_kt = nbi_ceil_div(s->hidden, NBI_TILE_COLS);
+    const uint32_t n_chunks = nbi_ceil_div(n_kt, nbi_chunk_tiles(s->kind_gate_up));
+    const size_t up = gate_up_shared(n_chunks, 1) + n_kt * NBI_MOE_TILE_X_BYTES + ROW_PAD;
+    return up <= c->rt.shared_max - 2048 && down_shared(s, 1) <= down_room(c);
 }
 
 template <nbi_weight_kind KIND>

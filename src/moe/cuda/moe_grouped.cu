@@ -1,7 +1,8 @@
 /* Many rows: (row, slot) pairs are sorted by expert, and every expert's rows are multiplied with
  * its weights on the matrix units. Callers: the runners cuda_grouped and cuda.
  *
- *   begin    pairs per expert are counted; x is converted once
+ *   begin    pairs per expert are counted; x is converted once (with
+ *            NVFP4 activations once per pair: experts have their own scales)
  *   place    pairs go to their places: by expert, then in order; the list of token tiles is built
  *   gate_up  a block is (row tiles of an expert, token tile); SwiGLU in a thread; h in float32
  *   convert  h as x: its exponents need whole chunks, which no block of gate_up sees
@@ -48,6 +49,8 @@ static NBI_DEV bool valid(int32_t id, uint32_t n_experts)
 
 struct begin_args {
     work w;
+    const float *input_scale; /* [n_experts]: x is converted for each pair, else for each row */
+    uint32_t top_k;
     const int32_t *ids; /* [n_pairs] */
     const float *x;     /* [n_rows][cols] */
     uint32_t n_pairs, n_experts, n_rows, cols, count_blocks;
@@ -67,18 +70,17 @@ static NBI_DEV uint32_t count_expert(const int32_t *ids, uint32_t n_pairs, uint3
     return n;
 }
 
-/* Rows of x by one warp per (row, chunk). */
+/* One chunk of the row at x, by one warp. */
 template <nbi_weight_kind KIND>
-static NBI_DEV void convert(char *to, float *unit, const float *x, uint32_t cols, uint32_t item)
+static NBI_DEV void convert(char *to, float *unit, const float *x, uint32_t cols, uint32_t to_row,
+                            uint32_t c, float input_scale)
 {
     constexpr uint32_t TILES = nbi_chunk_tiles(KIND);
-    const uint32_t n_kt = (cols + NBI_TILE_COLS - 1) / NBI_TILE_COLS;
-    const uint32_t n_chunks = (n_kt + TILES - 1) / TILES;
-    const uint32_t c = item % n_chunks;
-    const size_t row = item / n_chunks;
-    const float two_e = nbi_moe_x_chunk<KIND>(to + (row * n_kt + c * TILES) * NBI_MOE_TILE_X_BYTES,
-                                              x + row * cols, c, cols);
-    if (nbi_lane() == 0) unit[item] = two_e;
+    const size_t n_kt = (cols + NBI_TILE_COLS - 1) / NBI_TILE_COLS;
+    const size_t n_chunks = (n_kt + TILES - 1) / TILES;
+    const float factor = nbi_moe_x_chunk<KIND>(
+        to + (to_row * n_kt + c * TILES) * NBI_MOE_TILE_X_BYTES, x, c, cols, input_scale);
+    if (nbi_lane() == 0) unit[to_row * n_chunks + c] = factor;
 }
 
 template <nbi_weight_kind KIND>
@@ -95,9 +97,17 @@ static __global__ void __launch_bounds__(THREADS) begin_kernel(const begin_args 
         return;
     }
     const uint32_t item = (blockIdx.x - a.count_blocks) * WARPS + warp;
-    const uint32_t chunk = nbi_chunk_tiles(KIND) * NBI_TILE_COLS;
-    if (item < a.n_rows * ((a.cols + chunk - 1) / chunk))
-        convert<KIND>(a.w.xc, a.w.xe, a.x, a.cols, item);
+    constexpr uint32_t CHUNK = nbi_chunk_tiles(KIND) * NBI_TILE_COLS;
+    const uint32_t n_chunks = (a.cols + CHUNK - 1) / CHUNK, to_row = item / n_chunks;
+    if (to_row >= (a.input_scale ? a.n_pairs : a.n_rows)) return;
+    const size_t row = a.input_scale ? to_row / a.top_k : to_row;
+    float scale = 0;
+    if (a.input_scale) {
+        const int32_t e = a.ids[to_row];
+        if (!valid(e, a.n_experts)) return;
+        scale = a.input_scale[e];
+    }
+    convert<KIND>(a.w.xc, a.w.xe, a.x + row * a.cols, a.cols, to_row, item % n_chunks, scale);
 }
 
 /* A warp per expert. What stands before an expert it adds up itself. */
@@ -140,14 +150,17 @@ static __global__ void __launch_bounds__(THREADS)
 }
 
 template <nbi_weight_kind KIND>
-static __global__ void __launch_bounds__(THREADS) convert_kernel(const work w, uint32_t cols)
+static __global__ void __launch_bounds__(THREADS)
+    convert_kernel(const work w, const float *input_scale, const int32_t *ids, uint32_t cols)
 {
     nbi_wait_before();
     nbi_let_next();
     const uint32_t item = blockIdx.x * WARPS + threadIdx.x / NBI_WARP;
-    const uint32_t chunk = nbi_chunk_tiles(KIND) * NBI_TILE_COLS;
-    if (item < w.total->n_places * ((cols + chunk - 1) / chunk))
-        convert<KIND>(w.hc, w.he, w.h, cols, item);
+    constexpr uint32_t CHUNK = nbi_chunk_tiles(KIND) * NBI_TILE_COLS;
+    const uint32_t n_chunks = (cols + CHUNK - 1) / CHUNK, place = item / n_chunks;
+    if (place >= w.total->n_places) return;
+    const float scale = input_scale ? input_scale[ids[w.pair[place]]] : 0;
+    convert<KIND>(w.hc, w.he, w.h + (size_t)place * cols, cols, place, item % n_chunks, scale);
 }
 
 static __global__ void __launch_bounds__(THREADS)
@@ -183,15 +196,15 @@ struct division {
     static constexpr uint32_t ROW_TILES = MT * WM, TOKENS = WN * NT * 8;
 };
 using large = division<2, 4, 8, 2, 1>;  /* 128 tokens */
-using wide = division<2, 4, 6, 2, 1>;   /* 96: what registers leave beside 16-bit weights */
+using wide = division<2, 4, 6, 2, 1>;   /* 96: what registers leave beside larger weights */
 using middle = division<2, 4, 4, 2, 1>; /* 64 */
 using narrow = division<1, 8, 2, 4, 2>; /* 16: bound by the stream of weights */
 
 struct product_args {
     nbi_moe_weights weights;
     work w;
-    float *out; /* [places][rows] */
-    uint32_t top_k;
+    float *out;       /* [places][rows] */
+    uint32_t x_pairs; /* gate_up: pairs that share a converted row of x */
 };
 
 /* Where the rows of a tile come from. */
@@ -207,7 +220,7 @@ template <bool GATE_UP>
 static NBI_DEV uint32_t source_row(const product_args &a, const token_tile &tile, uint32_t r)
 {
     const uint32_t place = tile.first + r;
-    return GATE_UP ? a.w.pair[place] / a.top_k : place;
+    return GATE_UP ? a.w.pair[place] / a.x_pairs : place;
 }
 
 /* The ring: a row of a stage is one k-tile, 8 pieces of 16 bytes; odd rows have their halves
@@ -427,6 +440,8 @@ static uint32_t most_tiles(uint32_t n_pairs, uint32_t n_experts, uint32_t tokens
 static size_t lay_out(work *w, char *base, const nbi_moe_shape *s, uint32_t n_rows)
 {
     const size_t pairs = (size_t)n_rows * s->top_k;
+    const bool by_pair = s->w4a4 && s->kind_gate_up == NBI_WEIGHT_NVFP4;
+    const size_t x_rows = by_pair ? pairs : n_rows;
     const size_t width = s->hidden > s->inter ? s->hidden : s->inter;
     const struct {
         void **at;
@@ -438,10 +453,10 @@ static size_t lay_out(work *w, char *base, const nbi_moe_shape *s, uint32_t n_ro
         {reinterpret_cast<void **>(&w->tiles),
          most_tiles((uint32_t)pairs, s->n_experts, narrow::TOKENS) * sizeof *w->tiles},
         {reinterpret_cast<void **>(&w->total), sizeof *w->total},
-        {reinterpret_cast<void **>(&w->xc), n_rows * row_bytes_of(s->hidden)},
+        {reinterpret_cast<void **>(&w->xc), x_rows * row_bytes_of(s->hidden)},
         {reinterpret_cast<void **>(&w->hc), pairs * row_bytes_of(s->inter)},
         {reinterpret_cast<void **>(&w->xe),
-         n_rows * chunks_of(s->kind_gate_up, s->hidden) * sizeof(float)},
+         x_rows * chunks_of(s->kind_gate_up, s->hidden) * sizeof(float)},
         {reinterpret_cast<void **>(&w->he),
          pairs * chunks_of(s->kind_down, s->inter) * sizeof(float)},
         {reinterpret_cast<void **>(&w->y), pairs * width * sizeof(float)},
@@ -482,17 +497,12 @@ bool nbi_moe_grouped_fits(const nbi_cuda *c, const nbi_moe_shape *s)
     return product_shared(narrow::TOKENS, most_chunks(s)) <= c->rt.shared_max;
 }
 
-static bool is_16_bit(nbi_weight_kind kind)
-{
-    return kind == NBI_WEIGHT_BF16 || kind == NBI_WEIGHT_F16;
-}
-
 /* Tokens of a tile, by the average of an expert. */
 static uint32_t choose_tokens(const nbi_cuda *c, const nbi_moe_shape *s, uint32_t n_rows)
 {
     const uint32_t each = nbi_ceil_div(n_rows * s->top_k, s->n_experts), chunks = most_chunks(s);
-    const bool wide_weights = is_16_bit(s->kind_gate_up) || is_16_bit(s->kind_down);
-    const uint32_t most = wide_weights ? wide::TOKENS : large::TOKENS;
+    const bool fp4 = s->kind_gate_up == NBI_WEIGHT_NVFP4 && s->kind_down == NBI_WEIGHT_NVFP4;
+    const uint32_t most = fp4 ? large::TOKENS : wide::TOKENS;
     if (each > 48 && product_shared(most, chunks) <= c->rt.shared_max) return most;
     if (each > 12 && product_shared(middle::TOKENS, chunks) <= c->rt.shared_max)
         return middle::TOKENS;
@@ -511,7 +521,7 @@ static void launch_division(nbi_cuda *c, const product_args &a, uint32_t n_tiles
 template <nbi_weight_kind KIND, bool GATE_UP>
 static void launch_product(nbi_cuda *c, const product_args &a, uint32_t n_tiles, uint32_t tokens)
 {
-    if constexpr (KIND != NBI_WEIGHT_BF16 && KIND != NBI_WEIGHT_F16)
+    if constexpr (KIND == NBI_WEIGHT_NVFP4)
         if (tokens == large::TOKENS) return launch_division<KIND, large, GATE_UP>(c, a, n_tiles);
     if (tokens == wide::TOKENS)
         launch_division<KIND, wide, GATE_UP>(c, a, n_tiles);
@@ -535,8 +545,11 @@ struct pass {
 template <nbi_weight_kind KIND> static void launch_up(const pass &s)
 {
     const nbi_moe_shape &shape = s.l->shape;
+    const bool by_pair = s.l->gate_up.input_scale != NULL;
     begin_args b = {};
     b.w = s.w;
+    b.input_scale = s.l->gate_up.input_scale;
+    b.top_k = shape.top_k;
     b.ids = s.ids;
     b.x = s.x;
     b.n_pairs = s.n_pairs;
@@ -544,12 +557,13 @@ template <nbi_weight_kind KIND> static void launch_up(const pass &s)
     b.n_rows = s.n_rows;
     b.cols = shape.hidden;
     b.count_blocks = nbi_ceil_div(shape.n_experts, WARPS);
-    const uint32_t items = s.n_rows * chunks_of(KIND, shape.hidden);
+    const uint32_t items = (by_pair ? s.n_pairs : s.n_rows) * chunks_of(KIND, shape.hidden);
     nbi_launch(&s.c->rt, dim3(b.count_blocks + nbi_ceil_div(items, WARPS)), dim3(THREADS), 0,
                begin_kernel<KIND>, b);
     nbi_launch(&s.c->rt, dim3(b.count_blocks), dim3(THREADS), 0, place_kernel, s.w, s.ids,
                s.n_pairs, shape.n_experts, s.tokens);
-    launch_product<KIND, true>(s.c, {s.l->gate_up, s.w, s.w.h, shape.top_k}, s.n_tiles, s.tokens);
+    launch_product<KIND, true>(s.c, {s.l->gate_up, s.w, s.w.h, by_pair ? 1 : shape.top_k},
+                               s.n_tiles, s.tokens);
 }
 
 template <nbi_weight_kind KIND> static void launch_down(const pass &s)
@@ -557,8 +571,8 @@ template <nbi_weight_kind KIND> static void launch_down(const pass &s)
     const nbi_moe_shape &shape = s.l->shape;
     const uint32_t items = s.n_pairs * chunks_of(KIND, shape.inter);
     nbi_launch(&s.c->rt, dim3(nbi_ceil_div(items, WARPS)), dim3(THREADS), 0, convert_kernel<KIND>,
-               s.w, shape.inter);
-    launch_product<KIND, false>(s.c, {s.l->down, s.w, s.w.y, shape.top_k}, s.n_tiles, s.tokens);
+               s.w, s.l->down.input_scale, s.ids, shape.inter);
+    launch_product<KIND, false>(s.c, {s.l->down, s.w, s.w.y, 1}, s.n_tiles, s.tokens);
 }
 
 static void run_pass(const pass &s)

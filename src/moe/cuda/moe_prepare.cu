@@ -1,7 +1,8 @@
 /* Experts of a layer in one block of device memory, packed (backend/cuda/tile.h). Callers: the
  * tables of the CUDA runners, when a model opens.
  *
- * The block: gate and up of expert 0, of expert 1, ...; then down of expert 0, ... */
+ * The block: gate and up of expert 0, of expert 1, ...; then down of expert 0, ...; with NVFP4
+ * activations the input scales. */
 #include <stdio.h>
 #include <string.h>
 
@@ -24,10 +25,6 @@ bool nbi_moe_cuda_supports(const nbi_backend *b, const nbi_moe_shape *s, char *w
     for (const nbi_weight_kind kind : kinds) {
         if (known_kind(kind)) continue;
         snprintf(why, n, "it has no product for %s experts", nbi_weight_kind_name(kind));
-        return false;
-    }
-    if (s->w4a4 && (s->kind_gate_up == NBI_WEIGHT_NVFP4 || s->kind_down == NBI_WEIGHT_NVFP4)) {
-        snprintf(why, n, "NVFP4 activations (w4a4) are not in the CUDA runners yet");
         return false;
     }
     if (s->hidden % 8 || s->inter % 8) {
@@ -61,7 +58,24 @@ static size_t place(nbi_moe_layer *l)
     if (base) base += s->n_experts * l->gate_up.stride;
     l->down.first = nbi_packed_at(base, s->kind_down, s->hidden, s->inter, false);
     l->down.stride = nbi_packed_bytes(&l->down.first);
-    return s->n_experts * (l->gate_up.stride + l->down.stride);
+    const size_t packed = s->n_experts * (l->gate_up.stride + l->down.stride);
+    if (!s->w4a4) return packed;
+    const float *scales = reinterpret_cast<const float *>(static_cast<char *>(l->block) + packed);
+    if (s->kind_gate_up == NBI_WEIGHT_NVFP4) l->gate_up.input_scale = scales;
+    if (s->kind_down == NBI_WEIGHT_NVFP4) l->down.input_scale = scales + s->n_experts;
+    return packed + 2 * s->n_experts * sizeof(float);
+}
+
+/* Input scales of all experts: gate and up, then down. */
+static void upload_scales(nbi_cuda *c, const nbi_moe_layer *l, const nbi_moe_experts *e, float *to)
+{
+    const uint32_t n = l->shape.n_experts;
+    for (uint32_t i = 0; i < n; i++) {
+        to[i] = nbi_moe_gate_up_scale(&l->shape, &e->gate[i], &e->up[i]);
+        to[n + i] = nbi_moe_down_scale(&l->shape, &e->down[i]);
+    }
+    char *block = static_cast<char *>(l->block);
+    nbi_cuda_upload(c, block + n * (l->gate_up.stride + l->down.stride), to, 2 * n * sizeof(float));
 }
 
 static void pack_experts(nbi_cuda *c, const nbi_moe_layer *l, const nbi_moe_experts *e,
@@ -84,14 +98,16 @@ nb_status nbi_moe_cuda_prepare(nbi_backend *b, nbi_moe_layer **out, const nbi_mo
     nbi_cuda_pack_item *items = static_cast<nbi_cuda_pack_item *>(
         nbi_calloc(2 * (size_t)e->shape.n_experts, sizeof *items));
     nb_status st = NB_OK;
+    float *scales =
+        static_cast<float *>(nbi_calloc(2 * (size_t)e->shape.n_experts, sizeof *scales));
     size_t bytes = 0;
-    if (l && items) {
+    if (l && items && scales) {
         l->shape = e->shape;
         l->layer = e->layer;
         bytes = place(l);
         l->block = nbi_rt_alloc(&c->rt, bytes);
     }
-    if (!l || !items) {
+    if (!l || !items || !scales) {
         st = nbi_fail(err, NB_NO_MEMORY, "layer %u: out of memory", e->layer);
     } else if (!l->block) {
         st = nbi_fail(err, NB_NO_MEMORY,
@@ -100,10 +116,12 @@ nb_status nbi_moe_cuda_prepare(nbi_backend *b, nbi_moe_layer **out, const nbi_mo
     } else {
         place(l);
         pack_experts(c, l, e, items);
+        if (l->shape.w4a4) upload_scales(c, l, e, scales);
         if (c->rt.error[0])
             st = nbi_fail(err, NB_INTERNAL, "layer %u: packing experts: %s", e->layer, c->rt.error);
     }
     nbi_free(items);
+    nbi_free(scales);
     if (st == NB_OK)
         *out = l;
     else if (l)
