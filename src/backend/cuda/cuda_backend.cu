@@ -179,7 +179,9 @@ static size_t operator_scratch(const nbi_cuda *c, const nbi_limits *limits)
 {
     size_t bytes = 256;
     const size_t attention = nbi_cuda_attention_scratch(c, limits);
+    const size_t linear = nbi_cuda_linear_scratch(c, limits);
     if (attention > bytes) bytes = attention;
+    if (linear > bytes) bytes = linear;
     return bytes;
 }
 
@@ -336,7 +338,7 @@ const nbi_backend_ops nbi_cuda_ops = {
     .embed = nbi_cuda_embed,
     .rope_table = nbi_cuda_rope_table,
     .rmsnorm = nbi_cuda_rmsnorm,
-    .linear = NULL,
+    .linear = nbi_cuda_linear,
     .swiglu = nbi_cuda_swiglu,
     .mla_append = nbi_cuda_mla_append,
     .mla_attend = nbi_cuda_mla_attend,

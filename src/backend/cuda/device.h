@@ -316,6 +316,20 @@ template <class T> NBI_DEV T nbi_load_fresh(const T *p)
 #endif
 }
 
+/* 16 bytes that were loaded before: the compiler does not keep them in registers instead. */
+NBI_DEV nbi_f32x4 nbi_load_again(const float *p)
+{
+#if NBI_EMULATED
+    return *reinterpret_cast<const nbi_f32x4 *>(p);
+#else
+    nbi_f32x4 r;
+    asm volatile("ld.global.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(r.v[0]), "=f"(r.v[1]), "=f"(r.v[2]), "=f"(r.v[3])
+                 : "l"(p));
+    return r;
+#endif
+}
+
 /* Asynchronous copies of 16 bytes to shared memory; both addresses aligned to 16. With `take` false
  * the 16 bytes become zero and src is not read. */
 NBI_DEV void nbi_copy_async(void *shared, const void *src, bool take = true)

@@ -143,15 +143,26 @@ NBI_DEV void nbi_fp8_codes(uint32_t a[2], uint32_t word)
     a[1] = (word << 1 & 0x80008000u) | (word << 7 & 0x3f803f80u);
 }
 
-/* One lane's part of a tile, as loaded. */
+template <bool ONCE> NBI_DEV nbi_u32x4 nbi_load16(const void *p)
+{
+    return ONCE ? nbi_load_once(p) : *static_cast<const nbi_u32x4 *>(p);
+}
+
+template <bool ONCE> NBI_DEV nbi_u32x2 nbi_load8(const void *p)
+{
+    return ONCE ? nbi_load_once8(p) : *static_cast<const nbi_u32x2 *>(p);
+}
+
+/* One lane's part of a tile, as loaded. ONCE: nobody else of the block reads it. */
 template <nbi_weight_kind KIND> struct nbi_tile {
     nbi_u32x4 v[4]; /* BF16, F16: k-step w */
 
+    template <bool ONCE = true>
     NBI_DEV void load(const nbi_cuda_packed &p, uint32_t rt, uint32_t kt, uint32_t lane)
     {
         const char *at = static_cast<const char *>(p.data) + ((size_t)rt * p.n_kt + kt) * 2048;
 #pragma unroll
-        for (uint32_t w = 0; w < 4; w++) v[w] = nbi_load_once(at + w * 512 + lane * 16);
+        for (uint32_t w = 0; w < 4; w++) v[w] = nbi_load16<ONCE>(at + w * 512 + lane * 16);
     }
 
     NBI_DEV void fragment(uint32_t a[4], uint32_t w) const
@@ -165,11 +176,12 @@ template <> struct nbi_tile<NBI_WEIGHT_NVFP4> {
     nbi_u32x4 codes;
     nbi_u32x2 scales; /* rows g, g+8 */
 
+    template <bool ONCE = true>
     NBI_DEV void load(const nbi_cuda_packed &p, uint32_t rt, uint32_t kt, uint32_t lane)
     {
         const size_t tile = (size_t)rt * p.n_kt + kt;
-        codes = nbi_load_once(static_cast<const char *>(p.data) + tile * 512 + lane * 16);
-        scales = nbi_load_once8(static_cast<const char *>(p.scales) + tile * 64 + (lane / 4) * 8);
+        codes = nbi_load16<ONCE>(static_cast<const char *>(p.data) + tile * 512 + lane * 16);
+        scales = nbi_load8<ONCE>(static_cast<const char *>(p.scales) + tile * 64 + (lane / 4) * 8);
     }
 
     NBI_DEV void fragment(uint32_t a[4], uint32_t w) const
@@ -195,11 +207,12 @@ template <> struct nbi_tile<NBI_WEIGHT_NVFP4> {
 struct nbi_tile_fp8 {
     nbi_u32x4 v[2];
 
+    template <bool ONCE = true>
     NBI_DEV void load(const nbi_cuda_packed &p, uint32_t rt, uint32_t kt, uint32_t lane)
     {
         const char *at = static_cast<const char *>(p.data) + ((size_t)rt * p.n_kt + kt) * 1024;
-        v[0] = nbi_load_once(at + lane * 16);
-        v[1] = nbi_load_once(at + 512 + lane * 16);
+        v[0] = nbi_load16<ONCE>(at + lane * 16);
+        v[1] = nbi_load16<ONCE>(at + 512 + lane * 16);
     }
 
     NBI_DEV void fragment(uint32_t a[4], uint32_t w) const
@@ -284,14 +297,29 @@ NBI_DEV nbi_f32x4 nbi_x_load(const float *row, uint32_t at, uint32_t n, bool fas
     return x;
 }
 
+/* The same, read again even where the compiler knows the values. */
+NBI_DEV nbi_f32x4 nbi_x_load_again(const float *row, uint32_t at, uint32_t n, bool fast)
+{
+    nbi_f32x4 x = {{0, 0, 0, 0}};
+    if (fast) {
+        if (at < n) x = nbi_load_again(row + at);
+        return x;
+    }
+#pragma unroll
+    for (uint32_t i = 0; i < 4; i++)
+        if (at + i < n) x.v[i] = *static_cast<const volatile float *>(row + at + i);
+    return x;
+}
+
 NBI_DEV bool nbi_x_fast(const float *x, uint32_t stride, uint32_t cols)
 {
     return ((uintptr_t)x & 15u) == 0 && stride % 4 == 0 && cols % 4 == 0;
 }
 
 /* The chunk that begins at column `first` of the row of token g = lane / 4 as B fragments of its
- * k-steps. row NULL: zeros. Returns the token's e, in all four lanes of it. All lanes call. */
-template <nbi_weight_kind KIND>
+ * k-steps. row NULL: zeros. Returns the token's e, in all four lanes of it. All lanes call. TWICE:
+ * reads x again for the conversion, for kernels that lack 64 registers. */
+template <nbi_weight_kind KIND, bool TWICE = false>
 NBI_DEV int nbi_x_chunk(uint32_t b[][2], const float *row, uint32_t first, uint32_t n, bool fast)
 {
     constexpr uint32_t STEPS = nbi_chunk_tiles(KIND) * NBI_TILE_STEPS;
@@ -315,14 +343,58 @@ NBI_DEV int nbi_x_chunk(uint32_t b[][2], const float *row, uint32_t first, uint3
     }
     const float unit = nbi_pow2(-e);
 #pragma unroll
-    for (uint32_t w = 0; w < STEPS; w++) nbi_x_fragment<KIND>(b[w], x[w], unit);
+    for (uint32_t w = 0; w < STEPS; w++) {
+        const uint32_t at = first + 16 * w + 4 * t;
+        if (TWICE) x[w] = nbi_x_load_again(row, at, end, fast);
+        nbi_x_fragment<KIND>(b[w], x[w], unit);
+    }
     return e;
+}
+
+/* A quarter of 16 values rounded to NVFP4 as nbi_nvfp4_quantize_row() does it, the four lanes of a
+ * token together: code * block scale, exact in FP16; input_scale is left out. */
+NBI_DEV void nbi_x_round(nbi_f32x4 *x, float input_scale)
+{
+    uint32_t most = nbi_amax_bits(0, *x);
+#pragma unroll
+    for (int d = 1; d < 4; d *= 2) {
+        const uint32_t other = __shfl_xor_sync(NBI_FULL_MASK, most, d);
+        most = other > most ? other : most;
+    }
+    const float scale = nbi_from_e4m3(nbi_to_e4m3(nbi_float(most) / (6.0f * input_scale)));
+    const float step = scale * input_scale;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const float v = step != 0 ? x->v[i] / step : 0, a = fabsf(v);
+        const float size = a > 5.0f     ? 6.0f
+                           : a >= 3.5f  ? 4.0f
+                           : a > 2.5f   ? 3.0f
+                           : a >= 1.75f ? 2.0f
+                           : a > 1.25f  ? 1.5f
+                           : a >= 0.75f ? 1.0f
+                           : a > 0.25f  ? 0.5f
+                                        : 0.0f;
+        x->v[i] = (v < 0 ? -size : size) * scale;
+    }
+}
+
+/* nbi_x_chunk() for NVFP4 activations: e is 0, and the row's sum still lacks input_scale. */
+NBI_DEV void nbi_x_chunk_w4a4(uint32_t b[][2], const float *row, uint32_t first, uint32_t n,
+                              bool fast, float input_scale)
+{
+    const uint32_t t = (uint32_t)nbi_lane() & 3u, end = row ? n : 0;
+#pragma unroll
+    for (uint32_t w = 0; w < NBI_CHUNK_COLS / 16; w++) {
+        nbi_f32x4 x = nbi_x_load(row, first + 16 * w + 4 * t, end, fast);
+        nbi_x_round(&x, input_scale);
+        nbi_x_fragment<NBI_WEIGHT_NVFP4>(b[w], x, 1.0f);
+    }
 }
 
 /* ---------------------------------------------------------------- sums */
 
 /* y += p of a chunk for the two tokens of this lane's part of d: unit[j] = 2^e of token 2t + j.
- * block: of rows g and g+8. */
+ * block: of rows g and g+8, nbi_tile_block_scale(). */
 NBI_DEV void nbi_chunk_add(float y[4], const float p[4], const float unit[2],
                            const nbi_f32x2 &block)
 {

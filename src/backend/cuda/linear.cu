@@ -1,0 +1,35 @@
+/* The operator y = x W^T + bias: which kernel. Callers: the backend's table. */
+#include "backend/cuda/cuda_linear.h"
+
+size_t nbi_cuda_linear_scratch(const nbi_cuda *c, const nbi_limits *limits)
+{
+    (void)c;
+    return nbi_linear_many_scratch(limits->max_rows, limits->max_linear_cols);
+}
+
+void nbi_cuda_linear(nbi_backend *b, const nbi_linear_args *a)
+{
+    nbi_cuda *c = nbi_cuda_of(b);
+    const nbi_cuda_packed *w = nbi_cuda_packed_of(a->w);
+    if (!a->n_rows || !w->rows) return;
+    nbi_linear_call call = {};
+    call.w = *w;
+    call.y = static_cast<float *>(a->y);
+    call.x = static_cast<const float *>(a->x);
+    call.bias = a->bias;
+    call.n_tokens = a->n_rows;
+    call.x_stride = a->x_stride;
+    call.y_stride = a->y_stride;
+    call.fast =
+        (reinterpret_cast<uintptr_t>(a->x) & 15u) == 0 && a->x_stride % 4 == 0 && w->cols % 4 == 0;
+    if (a->x_exact || w->kind == NBI_WEIGHT_F32) {
+        nbi_linear_exact(c, &call);
+        return;
+    }
+    if (c->base.w4a4 && w->kind == NBI_WEIGHT_NVFP4 && a->w->host.input_scale > 0)
+        call.input_scale = a->w->host.input_scale;
+    if (a->n_rows <= NBI_LINEAR_FEW)
+        nbi_linear_few(c, &call);
+    else
+        nbi_linear_many(c, &call);
+}

@@ -1,0 +1,132 @@
+/* Products in float32 with x as it is: the router, and F32 weights. One order of additions for
+ * every number of tokens: K in chunks of 256; in a chunk lane t of four adds columns 16 w + 4 t ...
+ * + 3 of the k-steps w in ascending order, then the lanes t pairwise; chunks in ascending order.
+ *
+ * A warp has a chunk of a row tile, lane (g, t) rows g and g+8 as in a fragment. */
+#include "backend/cuda/cuda_linear.h"
+
+#define WARPS 8u
+#define PITCH 17u
+
+/* Four weights of row g and of row g+8 from column c on, without the row's factor. */
+template <nbi_weight_kind KIND>
+static NBI_DEV void exact_weights(float w[2][4], const nbi_cuda_packed &m, uint32_t rt, uint32_t c)
+{
+    const uint32_t lane = (uint32_t)nbi_lane(), g = lane / 4;
+    const size_t tile = (size_t)rt * m.n_kt + c / 64;
+    const uint32_t step = c / 16 % 4;
+    if constexpr (KIND == NBI_WEIGHT_BF16) {
+        const nbi_u32x4 v = nbi_load16<true>(static_cast<const char *>(m.data) + tile * 2048 +
+                                             step * 512 + lane * 16);
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            w[i % 2][i / 2 * 2] = nbi_bf16_lo(v.v[i]);
+            w[i % 2][i / 2 * 2 + 1] = nbi_bf16_hi(v.v[i]);
+        }
+    } else {
+#pragma unroll
+        for (uint32_t high = 0; high < 2; high++) {
+            const uint32_t row = rt * 16 + high * 8 + g;
+            if (KIND == NBI_WEIGHT_F32 && m.cols % 4 == 0 && row < m.rows && c < m.cols) {
+                const nbi_u32x4 v =
+                    nbi_load16<true>(static_cast<const float *>(m.data) + (size_t)row * m.cols + c);
+#pragma unroll
+                for (int i = 0; i < 4; i++) w[high][i] = nbi_float(v.v[i]);
+                continue;
+            }
+#pragma unroll
+            for (uint32_t i = 0; i < 4; i++) {
+                const bool real = row < m.rows && c + i < m.cols;
+                w[high][i] = real ? nbi_tile_value(m, row, c + i) : 0;
+            }
+        }
+    }
+}
+
+template <nbi_weight_kind KIND, int N>
+static NBI_DEV void exact_chunk(float sum[2][N], const nbi_linear_call &a, uint32_t rt,
+                                uint32_t chunk, uint32_t token0)
+{
+    const uint32_t t = (uint32_t)nbi_lane() % 4;
+#pragma unroll
+    for (int n = 0; n < N; n++) sum[0][n] = sum[1][n] = 0;
+#pragma unroll 2
+    for (uint32_t step = 0; step < NBI_CHUNK_COLS / 16; step++) {
+        const uint32_t c = chunk * NBI_CHUNK_COLS + step * 16 + t * 4;
+        if (chunk * NBI_CHUNK_COLS + step * 16 >= a.w.cols) break;
+        float w[2][4];
+        exact_weights<KIND>(w, a.w, rt, c);
+#pragma unroll
+        for (int n = 0; n < N; n++) {
+            const bool real = token0 + n < a.n_tokens;
+            const nbi_f32x4 x = nbi_x_load(a.x + (size_t)(real ? token0 + n : 0) * a.x_stride, c,
+                                           real ? a.w.cols : 0, a.fast);
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                sum[0][n] = fmaf(w[0][i], x.v[i], sum[0][n]);
+                sum[1][n] = fmaf(w[1][i], x.v[i], sum[1][n]);
+            }
+        }
+    }
+#pragma unroll
+    for (int n = 0; n < N; n++)
+#pragma unroll
+        for (int high = 0; high < 2; high++) {
+            sum[high][n] += __shfl_xor_sync(NBI_FULL_MASK, sum[high][n], 1);
+            sum[high][n] += __shfl_xor_sync(NBI_FULL_MASK, sum[high][n], 2);
+        }
+}
+
+/* Block (row tile, N tokens); warp w has chunks w, w + 8, ... */
+template <nbi_weight_kind KIND, int N>
+static __global__ void __launch_bounds__(WARPS *NBI_WARP)
+    exact_kernel(nbi_linear_call a, uint32_t n_chunks)
+{
+    __shared__ float sums[WARPS][N][PITCH]; /* [chunk][token][row] */
+    nbi_wait_before();
+    nbi_let_next();
+    const uint32_t warp = threadIdx.x / NBI_WARP, lane = (uint32_t)nbi_lane();
+    const uint32_t rt = blockIdx.x, token0 = blockIdx.y * N;
+    const uint32_t row = threadIdx.x % 16, token = threadIdx.x / 16;
+    float y = 0; /* of the thread's row and token */
+    for (uint32_t first = 0; first < n_chunks; first += WARPS) {
+        if (first) __syncthreads();
+        if (first + warp < n_chunks) {
+            float sum[2][N];
+            exact_chunk<KIND, N>(sum, a, rt, first + warp, token0);
+#pragma unroll
+            for (int n = 0; n < N; n++)
+                if (lane % 4 == 0) {
+                    sums[warp][n][lane / 4] = sum[0][n];
+                    sums[warp][n][lane / 4 + 8] = sum[1][n];
+                }
+        }
+        __syncthreads();
+        for (uint32_t c = 0; token < N && c < WARPS && first + c < n_chunks; c++)
+            y += sums[c][token][row];
+    }
+    const uint32_t r = rt * 16 + row;
+    if (token >= N || token0 + token >= a.n_tokens || r >= a.w.rows) return;
+    const float factor = KIND == NBI_WEIGHT_F32 ? 1.0f : a.w.row_scale[r];
+    a.y[(size_t)(token0 + token) * a.y_stride + r] = fmaf(y, factor, a.bias ? a.bias[r] : 0);
+}
+
+template <nbi_weight_kind KIND> static void run(nbi_cuda *c, const nbi_linear_call *a)
+{
+    const uint32_t n_chunks = nbi_ceil_div(a->w.cols, NBI_CHUNK_COLS);
+    const dim3 block(WARPS * NBI_WARP);
+    if (a->n_tokens <= 8)
+        nbi_launch(&c->rt, dim3(a->w.n_rt), block, 0, exact_kernel<KIND, 8>, *a, n_chunks);
+    else
+        nbi_launch(&c->rt, dim3(a->w.n_rt, nbi_ceil_div(a->n_tokens, 16)), block, 0,
+                   exact_kernel<KIND, 16>, *a, n_chunks);
+}
+
+void nbi_linear_exact(nbi_cuda *c, const nbi_linear_call *a)
+{
+    switch (a->w.kind) {
+    case NBI_WEIGHT_F32: return run<NBI_WEIGHT_F32>(c, a);
+    case NBI_WEIGHT_BF16: return run<NBI_WEIGHT_BF16>(c, a);
+    default: return run<NBI_WEIGHT_NONE>(c, a); /* the kind is looked at for every value */
+    }
+}

@@ -1,0 +1,351 @@
+/* The operator `linear` on the CUDA backend against a float64 oracle: all weight kinds, odd shapes,
+ * strides and addresses, NVFP4 activations, values that are not finite; the same bits for a row
+ * whatever the number and order of tokens. `--bench` times it. */
+#include "cuda/gpu_util.h"
+
+#include "base/clock.h"
+
+static const nbi_weight_kind kinds[] = {NBI_WEIGHT_NVFP4,      NBI_WEIGHT_FP8_BLOCK,
+                                        NBI_WEIGHT_FP8_TENSOR, NBI_WEIGHT_BF16,
+                                        NBI_WEIGHT_F16,        NBI_WEIGHT_F32};
+#define N_KINDS (sizeof kinds / sizeof *kinds)
+
+static nbi_limits limits_for(uint32_t cols, uint32_t rows, uint32_t n)
+{
+    return (nbi_limits){.max_rows = n,
+                        .max_seqs = 1,
+                        .max_context = 64,
+                        .max_logit_rows = 1,
+                        .n_heads = 1,
+                        .n_kv_heads = 1,
+                        .head_dim = 64,
+                        .max_linear_cols = cols,
+                        .max_linear_rows = rows,
+                        .vocab = 64};
+}
+
+static nbi_backend *open_for(uint32_t cols, uint32_t rows, uint32_t n)
+{
+    const nbi_limits limits = limits_for(cols, rows, n);
+    return gpu_open(&limits);
+}
+
+/* Of |error| against the sum of magnitudes: x has 11 significant bits, BF16 x has 8. */
+static double bound_of(nbi_weight_kind kind, bool exact)
+{
+    if (exact || kind == NBI_WEIGHT_F32) return 2e-6;
+    return kind == NBI_WEIGHT_BF16 ? 4e-3 : 5e-4;
+}
+
+static const char *label(const nbi_matrix *m, uint32_t n, bool exact)
+{
+    static char text[160];
+    snprintf(text, sizeof text, "%s [%u, %u] x %u%s", nbi_weight_kind_name(m->kind), m->rows,
+             m->cols, n, exact ? " exact" : "");
+    return text;
+}
+
+/* One product. y is guarded, with row stride y_stride; x begins `shift` floats behind an aligned
+ * address. */
+static float *run(nbi_backend *b, const nbi_matrix *m, const float *x, uint32_t x_stride,
+                  uint32_t shift, uint32_t n, uint32_t y_stride, const float *bias, bool exact)
+{
+    nbi_weight *w = NULL;
+    nb_error err;
+    if (b->ops->weight_prepare(b, &w, m, &err) != NB_OK) fail_msg("%s", err.text);
+    const size_t n_x = (size_t)n * x_stride + shift;
+    float *shifted = op_floats(n_x);
+    memcpy(shifted + shift, x, (size_t)n * x_stride * sizeof *x);
+    gpu_buffer xs = gpu_floats(b, shifted, n_x);
+    gpu_buffer y = gpu_poisoned(b, (size_t)n * y_stride * sizeof(float));
+    gpu_buffer add = {0};
+    if (bias) add = gpu_floats(b, bias, m->rows);
+    b->ops->linear(b, &(nbi_linear_args){.y = y.p,
+                                         .x = (float *)xs.p + shift,
+                                         .w = w,
+                                         .bias = add.p,
+                                         .n_rows = n,
+                                         .x_stride = x_stride,
+                                         .y_stride = y_stride,
+                                         .y_f32 = true,
+                                         .x_exact = exact});
+    float *got = gpu_read(&y);
+    gpu_free(&xs);
+    gpu_free(&y);
+    if (bias) gpu_free(&add);
+    op_free(shifted);
+    b->ops->weight_release(b, &w);
+    return got;
+}
+
+/* ---------------------------------------------------------------- oracle */
+
+static void check_product(const nbi_matrix *m, const float *y, uint32_t y_stride, const float *x,
+                          uint32_t x_stride, uint32_t n, const float *bias, double bound,
+                          bool exact)
+{
+    const uint32_t rows = m->rows;
+    double *want = malloc((size_t)n * rows * sizeof *want),
+           *size = malloc((size_t)n * rows * sizeof *size);
+    mat_product(want, size, m, x, n, x_stride);
+    for (uint32_t t = 0; t < n; t++) {
+        const float *yt = y + (size_t)t * y_stride;
+        for (uint32_t r = 0; r < rows; r++) {
+            const double add = bias ? (double)bias[r] : 0;
+            const double off = fabs((double)yt[r] - want[(size_t)t * rows + r] - add);
+            const double unit = size[(size_t)t * rows + r] + fabs(add);
+            OP_ASSERT_ERROR(off / (unit + 1e-30), bound, "%s token %u row %u", label(m, n, exact),
+                            t, r);
+        }
+        for (uint32_t r = rows; r < y_stride; r++) assert_true(isnan(yt[r]));
+    }
+    free(want);
+    free(size);
+}
+
+static void check_shape(nbi_backend *b, nbi_weight_kind kind, uint32_t rows, uint32_t cols,
+                        uint32_t n, bool exact)
+{
+    mat w;
+    mat_make(&w, kind, rows, cols, op_below(2));
+    const uint32_t xs = cols + op_below(2) * op_below(5), ys = rows + op_below(3);
+    float *x = op_floats((size_t)n * xs), *bias = op_below(2) ? op_floats(rows) : NULL;
+    for (uint32_t t = 0; t < n; t++) {
+        /* Tokens of all sizes, and some without anything. */
+        const float scale = op_below(8) == 0 ? 0 : exp2f((float)op_below(80) - 40);
+        for (uint32_t c = 0; c < cols; c++) x[(size_t)t * xs + c] = op_normal() * scale;
+    }
+    if (bias) op_fill(bias, rows, 0.1f);
+    float *y = run(b, &w.m, x, xs, op_below(2) * op_below(4), n, ys, bias, exact);
+    check_product(&w.m, y, ys, x, xs, n, bias, bound_of(kind, exact), exact);
+    free(y);
+    op_free(x);
+    op_free(bias);
+    mat_free(&w);
+}
+
+static void test_oracle(void **state)
+{
+    (void)state;
+    static const uint32_t rows[] = {1, 2, 15, 16, 17, 33, 100, 129};
+    static const uint32_t cols[] = {16, 48, 64, 96, 144, 256, 272, 528, 784};
+    static const uint32_t odd_cols[] = {1, 2, 5, 31, 65, 129, 200, 257, 1031};
+    static const uint32_t tokens[] = {1, 2, 7, 8, 9, 16, 17, 24, 33};
+    nbi_backend *b = open_for(1031, 300, 70);
+    for (size_t k = 0; k < N_KINDS; k++)
+        for (uint32_t i = 0; i < 16; i++) {
+            const bool odd = kinds[k] != NBI_WEIGHT_NVFP4 && op_below(2);
+            const uint32_t c = odd ? odd_cols[op_below(9)] : cols[op_below(9)];
+            check_shape(b, kinds[k], rows[op_below(8)], c, tokens[op_below(9)], i % 4 == 3);
+        }
+    gpu_close(b);
+}
+
+/* More chunks than a block has warps, more row tiles than blocks, and the large blocks of many
+ * tokens. */
+static void test_large(void **state)
+{
+    (void)state;
+    nbi_backend *b = open_for(2400, 1100, 140);
+    for (size_t k = 0; k < N_KINDS; k++) {
+        const bool fp8 = kinds[k] == NBI_WEIGHT_FP8_BLOCK;
+        check_shape(b, kinds[k], 200, fp8 ? 1200 : 2400, 3, false);
+        check_shape(b, kinds[k], 260, 192, 140, false);
+    }
+    /* 16 row tiles of a block between two passes are not all of it. */
+    check_shape(b, NBI_WEIGHT_FP8_BLOCK, 1100, 1168, 1, false);
+    check_shape(b, NBI_WEIGHT_NVFP4, 1100, 2320, 9, false);
+    check_shape(b, NBI_WEIGHT_BF16, 40, 2400, 20, true);
+    gpu_close(b);
+}
+
+/* Unit vectors pick single weights: what comes out is the weight. */
+static void test_exact_values(void **state)
+{
+    (void)state;
+    enum { ROWS = 24, COLS = 80 };
+    nbi_backend *b = open_for(COLS, ROWS, COLS);
+    for (size_t k = 0; k < N_KINDS; k++) {
+        mat w;
+        mat_make(&w, kinds[k], ROWS, COLS, true);
+        w.m.global_scale = 1;
+        float *x = op_floats(COLS * COLS);
+        for (uint32_t i = 0; i < COLS * COLS; i++) x[i] = i % (COLS + 1) == 0 ? 1.0f : 0.0f;
+        for (int one = 0; one < 2; one++)
+            for (uint32_t t = 0; t < COLS; t += one ? 9 : COLS) {
+                const uint32_t n = one ? 1 : COLS;
+                float *y = run(b, &w.m, x + (size_t)t * COLS, COLS, 0, n, ROWS, NULL, false);
+                for (uint32_t i = 0; i < n; i++)
+                    for (uint32_t r = 0; r < ROWS; r++)
+                        assert_float_equal(y[(size_t)i * ROWS + r], (float)mat_at(&w.m, r, t + i),
+                                           0);
+                free(y);
+            }
+        op_free(x);
+        mat_free(&w);
+    }
+    gpu_close(b);
+}
+
+/* ---------------------------------------------------------------- bits */
+
+static void same_bits(const float *a, const float *b, size_t n, const char *what)
+{
+    for (size_t i = 0; i < n; i++) {
+        if (nbi_f32_bits(a[i]) == nbi_f32_bits(b[i])) continue;
+        fail_msg("%s: value %zu is %a, expected %a", what, i, (double)a[i], (double)b[i]);
+    }
+}
+
+static void check_bits(nbi_backend *b, const nbi_matrix *m, bool exact)
+{
+    static const uint32_t tokens[] = {1, 2, 8, 9, 16, 17, 70};
+    enum { N = 100 };
+    const uint32_t cols = m->cols, rows = m->rows;
+    float *x = op_floats((size_t)N * cols), *back = op_floats((size_t)N * cols);
+    op_fill(x, (size_t)N * cols, 1);
+    for (uint32_t t = 0; t < N; t++)
+        memcpy(back + (size_t)t * cols, x + (size_t)(N - 1 - t) * cols, cols * sizeof *x);
+    float *want = run(b, m, x, cols, 0, N, rows, NULL, exact);
+    for (size_t i = 0; i < sizeof tokens / sizeof *tokens; i++) {
+        const uint32_t n = tokens[i], t = op_below(N - n + 1);
+        float *y = run(b, m, x + (size_t)t * cols, cols, i % 2, n, rows, NULL, exact);
+        same_bits(y, want + (size_t)t * rows, (size_t)n * rows, label(m, n, exact));
+        free(y);
+    }
+    float *y = run(b, m, back, cols, 0, N, rows, NULL, exact);
+    for (uint32_t t = 0; t < N; t++)
+        same_bits(y + (size_t)t * rows, want + (size_t)(N - 1 - t) * rows, rows, "order of rows");
+    free(y);
+    nbi_matrix view;
+    assert_int_equal(nbi_matrix_rows(&view, m, 128, rows, NULL), NB_OK);
+    y = run(b, &view, x, cols, 0, 3, rows - 128, NULL, exact);
+    for (uint32_t t = 0; t < 3; t++)
+        same_bits(y + (size_t)t * (rows - 128), want + (size_t)t * rows + 128, rows - 128, "view");
+    free(y);
+    free(want);
+    op_free(x);
+    op_free(back);
+}
+
+static void test_bits(void **state)
+{
+    (void)state;
+    nbi_backend *b = open_for(656, 300, 100);
+    for (size_t k = 0; k < N_KINDS; k++) {
+        mat w;
+        mat_make(&w, kinds[k], 170, 656, true);
+        check_bits(b, &w.m, false);
+        if (k == 0 || k == 3) check_bits(b, &w.m, true);
+        mat_free(&w);
+    }
+    gpu_close(b);
+}
+
+/* ---------------------------------------------------------------- not finite */
+
+/* What is not finite in a row of x is seen in the row of y, and in no other. */
+static void test_not_finite(void **state)
+{
+    (void)state;
+    static const float bad[] = {INFINITY, -INFINITY, NAN, 1e37f};
+    enum { ROWS = 20, COLS = 272 };
+    nbi_backend *b = open_for(COLS, ROWS, 20);
+    for (size_t k = 0; k < N_KINDS; k++) {
+        mat w;
+        mat_make(&w, kinds[k], ROWS, COLS, false);
+        for (size_t i = 0; i < 4; i++)
+            for (uint32_t n = 3; n <= 20; n += 17) {
+                float *x = op_floats(n * COLS);
+                op_fill(x, n * COLS, 1);
+                x[COLS + 261] = bad[i];
+                float *y = run(b, &w.m, x, COLS, 0, n, ROWS, NULL, false);
+                for (uint32_t j = 0; j < n * ROWS; j++) {
+                    const bool finite = isfinite(y[j]);
+                    if (i == 3) /* large numbers are numbers like others */
+                        assert_true(finite);
+                    else if (j / ROWS != 1)
+                        assert_true(finite);
+                    else
+                        assert_false(finite);
+                }
+                free(y);
+                op_free(x);
+            }
+        mat_free(&w);
+    }
+    gpu_close(b);
+}
+
+/* A NaN weight or scale makes its own rows NaN and no other. */
+static void test_nan_weight(void **state)
+{
+    (void)state;
+    enum { ROWS = 48, COLS = 192 };
+    nbi_backend *b = open_for(COLS, ROWS, 40);
+    for (size_t k = 0; k < 3; k++) {
+        mat w;
+        mat_make(&w, kinds[k], ROWS, COLS, false);
+        if (kinds[k] == NBI_WEIGHT_NVFP4)
+            ((uint8_t *)w.scales)[20 * 12 + 5] = 0x7f;
+        else
+            ((uint8_t *)w.data)[20 * COLS + 77] = 0xff;
+        for (uint32_t n = 1; n <= 40; n += 39) {
+            float *x = op_floats(n * COLS);
+            op_fill(x, n * COLS, 1);
+            float *y = run(b, &w.m, x, COLS, 0, n, ROWS, NULL, false);
+            for (uint32_t i = 0; i < n * ROWS; i++)
+                assert_int_equal(isnan(y[i]) != 0, i % ROWS == 20);
+            free(y);
+            op_free(x);
+        }
+        mat_free(&w);
+    }
+    gpu_close(b);
+}
+
+/* ---------------------------------------------------------------- NVFP4 activations */
+
+static void test_w4a4(void **state)
+{
+    (void)state;
+    static const uint32_t cols[] = {16, 48, 128, 400};
+    const nbi_limits limits = limits_for(400, 100, 40);
+    nbi_backend *b = gpu_open_w4a4(&limits);
+    for (uint32_t i = 0; i < 12; i++) {
+        mat w;
+        const uint32_t c = cols[op_below(4)], n = 1 + op_below(40), rows = 20 + op_below(80);
+        mat_make(&w, NBI_WEIGHT_NVFP4, rows, c, true);
+        w.m.input_scale = op_uniform(0.001f, 0.01f);
+        float *x = op_floats((size_t)n * c), *rounded = op_floats((size_t)n * c);
+        op_fill(x, (size_t)n * c, 1);
+        for (uint32_t t = 0; t < n; t++)
+            nbi_nvfp4_round_row(x + (size_t)t * c, c, w.m.input_scale, rounded + (size_t)t * c);
+        float *y = run(b, &w.m, x, c, 0, n, rows, NULL, false);
+        check_product(&w.m, y, rows, rounded, c, n, NULL, 1e-6, false);
+        float *first = run(b, &w.m, x, c, 0, 1, rows, NULL, false);
+        same_bits(first, y, rows, label(&w.m, n, false));
+        free(first);
+        free(y);
+        /* Exact activations are never rounded. */
+        y = run(b, &w.m, x, c, 0, n, rows, NULL, true);
+        check_product(&w.m, y, rows, x, c, n, NULL, 2e-6, true);
+        free(y);
+        op_free(x);
+        op_free(rounded);
+        mat_free(&w);
+    }
+    gpu_close(b);
+}
+
+int main(int argc, char **argv)
+{
+    op_begin(argc, argv);
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_oracle),       cmocka_unit_test(test_large),
+        cmocka_unit_test(test_exact_values), cmocka_unit_test(test_bits),
+        cmocka_unit_test(test_not_finite),   cmocka_unit_test(test_nan_weight),
+        cmocka_unit_test(test_w4a4),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
