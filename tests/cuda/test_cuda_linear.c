@@ -3,8 +3,6 @@
  * whatever the number and order of tokens. `--bench` times it. */
 #include "cuda/gpu_util.h"
 
-#include "base/clock.h"
-
 static const nbi_weight_kind kinds[] = {NBI_WEIGHT_NVFP4,      NBI_WEIGHT_FP8_BLOCK,
                                         NBI_WEIGHT_FP8_TENSOR, NBI_WEIGHT_BF16,
                                         NBI_WEIGHT_F16,        NBI_WEIGHT_F32};
@@ -338,9 +336,159 @@ static void test_w4a4(void **state)
     gpu_close(b);
 }
 
+/* ---------------------------------------------------------------- speed */
+
+#if NBI_CUDA_EMULATED
+#define BENCH_CALLS  2u
+#define BENCH_TOKENS 24u
+#define BENCH_MEMORY ((size_t)1 << 16)
+#define BENCH_COLD   ((size_t)1 << 12)
+#else
+#define BENCH_CALLS  200u
+#define BENCH_TOKENS 8192u
+#define BENCH_MEMORY ((size_t)4 << 30)
+#define BENCH_COLD   ((size_t)160 << 20) /* more than any L2 */
+#endif
+
+/* Calls of one step: call i uses weight i % n_w. */
+typedef struct bench {
+    nbi_backend *b;
+    nbi_weight *w[256];
+    uint32_t n_w, calls, pass;
+    nbi_linear_args a;
+    nbi_batch host;
+} bench;
+
+/* As a model makes it: recorded the second time, replayed from then on. */
+static void bench_step(void *arg)
+{
+    bench *k = arg;
+    const nbi_batch *device = NULL;
+    nb_error err = {0};
+    if (k->b->ops->step_begin(k->b, &k->host, k->pass, &device)) {
+        for (uint32_t i = 0; i < k->calls; i++) {
+            k->a.w = k->w[i % k->n_w];
+            k->b->ops->linear(k->b, &k->a);
+        }
+    }
+    if (k->b->ops->step_end(k->b, &err) != NB_OK) fail_msg("%s", err.text);
+}
+
+/* The same random weight as often as it takes to be cold. The host's copy repeats 1,024 rows. */
+static void bench_weights(bench *k, nbi_weight_kind kind, uint32_t rows, uint32_t cols)
+{
+    const uint32_t own = rows < 1024 ? rows : 1024;
+    mat one;
+    mat_make(&one, kind, own, cols, false);
+    nbi_matrix m = one.m;
+    const size_t part = (size_t)own * nbi_matrix_row_bytes(&m);
+    const size_t scales = kind == NBI_WEIGHT_NVFP4 ? (size_t)own * (cols / 16) : 0;
+    const size_t n = (rows + own - 1) / own;
+    char *data = malloc(n * (part + scales));
+    assert_non_null(data);
+    for (size_t i = 0; i < n; i++) {
+        memcpy(data + i * part, one.m.data, part);
+        if (scales) memcpy(data + n * part + i * scales, one.m.scales, scales);
+    }
+    m.rows = rows;
+    m.data = data;
+    m.scales = scales ? data + n * part : NULL;
+    const size_t copies = BENCH_COLD / nbi_matrix_bytes(&m) + 1;
+    k->n_w = copies > 256 ? 256 : copies < 2 ? 2 : (uint32_t)copies;
+    for (uint32_t i = 0; i < k->n_w; i++) {
+        nb_error err;
+        if (k->b->ops->weight_prepare(k->b, &k->w[i], &m, &err) != NB_OK) fail_msg("%s", err.text);
+    }
+    gpu_sync(k->b);
+    free(data);
+    mat_free(&one);
+}
+
+static void bench_tokens(bench *k, uint32_t n, bool exact, double bandwidth)
+{
+    const nbi_matrix *m = &k->w[0]->host;
+    const size_t n_x = (size_t)n * m->cols;
+    float *values = malloc(n_x * sizeof *values);
+    for (size_t i = 0; i < n_x; i++) values[i] = op_uniform(-1, 1);
+    gpu_buffer x = gpu_floats(k->b, values, n_x);
+    gpu_buffer y = gpu_poisoned(k->b, (size_t)n * m->rows * sizeof(float));
+    k->calls = n > 256 ? BENCH_CALLS / 10 + 1 : BENCH_CALLS;
+    k->pass++;
+    k->a = (nbi_linear_args){.y = y.p,
+                             .x = x.p,
+                             .n_rows = n,
+                             .x_stride = m->cols,
+                             .y_stride = m->rows,
+                             .y_f32 = true,
+                             .x_exact = exact};
+    op_batch steps;
+    op_batch_make(&steps, &n, &n, 1);
+    k->host = steps.b;
+    for (int i = 0; i < 3; i++) bench_step(k);
+    const double s = op_time(bench_step, k, 9) / k->calls;
+    const double bytes = (double)nbi_matrix_bytes(m);
+    print_message("%-10s %6u x %-5u T=%-5u%s %9.2f us  %7.0f GB/s  %5.1f %% of read  "
+                  "%7.2f TFLOP/s\n",
+                  nbi_weight_kind_name(m->kind), m->rows, m->cols, n, exact ? " exact" : "",
+                  1e6 * s, 1e-9 * bytes / s, 100 * bytes / s / bandwidth,
+                  2e-12 * n * (double)m->rows * m->cols / s);
+    op_batch_free(&steps);
+    gpu_free(&x);
+    gpu_free(&y);
+    free(values);
+}
+
+static void run_bench(void)
+{
+    static const struct {
+        nbi_weight_kind kind;
+        uint32_t rows, cols;
+        bool exact;
+        uint32_t most; /* tokens */
+    } cases[] = {
+#if NBI_CUDA_EMULATED
+        {NBI_WEIGHT_NVFP4, 64, 128, false, BENCH_TOKENS},
+        {NBI_WEIGHT_BF16, 64, 128, true, BENCH_TOKENS},
+#else
+        {NBI_WEIGHT_NVFP4, 2048, 2048, false, BENCH_TOKENS},
+        {NBI_WEIGHT_NVFP4, 1536, 2048, false, BENCH_TOKENS},
+        {NBI_WEIGHT_NVFP4, 2048, 768, false, BENCH_TOKENS},
+        {NBI_WEIGHT_NVFP4, 2048, 4096, false, BENCH_TOKENS},
+        {NBI_WEIGHT_NVFP4, 16384, 6144, false, 64},
+        {NBI_WEIGHT_BF16, 2048, 2048, false, BENCH_TOKENS},
+        {NBI_WEIGHT_BF16, 6144, 2048, false, BENCH_TOKENS},
+        {NBI_WEIGHT_BF16, 151936, 2048, false, 64},
+        {NBI_WEIGHT_FP8_TENSOR, 6144, 2048, false, 512},
+        {NBI_WEIGHT_FP8_BLOCK, 6144, 2048, false, 512},
+        {NBI_WEIGHT_BF16, 128, 2048, true, BENCH_TOKENS},
+#endif
+    };
+    static const uint32_t tokens[] = {1, 4, 8, 16, 24, 64, 512, 8192};
+    nbi_limits limits = limits_for(6144, 151936, BENCH_TOKENS);
+    limits.max_context = BENCH_TOKENS;
+    nbi_backend *b = gpu_open_graphs(&limits);
+    void *memory = b->ops->alloc(b, BENCH_MEMORY);
+    assert_non_null(memory);
+    const double bandwidth = b->ops->read_bandwidth(b, memory, BENCH_MEMORY);
+    b->ops->release(b, memory, BENCH_MEMORY);
+    print_message("%s: read %.0f GB/s\n", b->description, 1e-9 * bandwidth);
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        bench k = {.b = b, .pass = (uint32_t)i * 100};
+        bench_weights(&k, cases[i].kind, cases[i].rows, cases[i].cols);
+        for (size_t t = 0; t < sizeof tokens / sizeof *tokens; t++)
+            if (tokens[t] <= cases[i].most) bench_tokens(&k, tokens[t], cases[i].exact, bandwidth);
+        for (uint32_t w = 0; w < k.n_w; w++) b->ops->weight_release(b, &k.w[w]);
+    }
+    gpu_close(b);
+}
+
 int main(int argc, char **argv)
 {
     op_begin(argc, argv);
+    if (op_bench) {
+        run_bench();
+        return 0;
+    }
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_oracle),       cmocka_unit_test(test_large),
         cmocka_unit_test(test_exact_values), cmocka_unit_test(test_bits),
