@@ -28,7 +28,7 @@ static void assert_complete(const nbi_backend_ops *ops)
 static nb_status open_cuda(nbi_backend **out, const nbi_backend_options *opt, nb_error *err)
 {
 #if NBI_WITH_CUDA
-
+    assert_complete(&nbi_cuda_ops);
     return nbi_cuda_ops.open(out, opt, err);
 #else
     (void)out, (void)opt;
