@@ -245,9 +245,10 @@ NBI_DEV void run_tiles(const nbi_cuda_attend &a, const nbi_attend_group &g, uint
         add_values(x, s, k + TILE * padded<D>);
         if ((tile + 1) % per_split && tile + 1 < end) continue;
         const uint32_t split = tile / per_split;
+        x.l[0] = quad_sum(x.l[0]);
+        x.l[1] = quad_sum(x.l[1]);
 #pragma unroll
         for (int side = 0; side < 2; side++) {
-            x.l[side] = quad_sum(x.l[side]);
             if (slot[side].n <= split * g.split) continue;
             if (WALK)
                 merge_split(run, x, side, scale, split == 0);

@@ -199,6 +199,7 @@ struct mla_product {
     const void *w; /* kv_b */
     float scale;
     uint32_t n_rows, n_heads, nope, rope_dim, v, lora;
+    bool halves; /* 16 bits of x and y will do */
 };
 
 /* Eight values of a row of kv_b from column i on; 0 behind the end. */
@@ -295,6 +296,222 @@ template <bool BF16> static __global__ void expand_kernel(mla_product a)
     }
 }
 
+/* ---------------------------------------------------------------- products by matrix units */
+
+/* The same products for BF16 kv_b with sides in sixteens: 8 or 32 rows of the batch share what is
+ * read of kv_b, with the same bits. Rows go in as two BF16 halves. Shared memory: a row of halves
+ * is 32 values longer, so that reads of 16 bytes by four lanes of two rows hit all banks. */
+#define MMA_PAD 32u
+
+/* Rows [r0, r0 + 8 NT) of x (row stride x_row), the first k values, in halves. */
+template <int NT>
+NBI_DEV void load_halves(const float *x, size_t x_row, uint32_t n, uint32_t k, uint16_t *hi,
+                         uint16_t *lo)
+{
+    const uint32_t pairs = k / 2, stride = k + MMA_PAD;
+    for (uint32_t i = threadIdx.x; i < 8 * NT * pairs; i += blockDim.x) {
+        const uint32_t r = i / pairs, c = i % pairs * 2;
+        const float u = r < n ? x[r * x_row + c] : 0, v = r < n ? x[r * x_row + c + 1] : 0;
+        nbi_halves(u, v, reinterpret_cast<uint32_t *>(hi + r * stride + c),
+                   reinterpret_cast<uint32_t *>(lo + r * stride + c));
+    }
+}
+
+/* d: values m0 + g, m0 + g + 8 of rows 8 j + 2t, + 1; out has `most` values per row. */
+template <int NT>
+NBI_DEV void store_products(const float d[NT][4], float *y, size_t y_row, uint32_t n, uint32_t m0,
+                            uint32_t most, float scale)
+{
+    const uint32_t g = nbi_lane() / 4, t = nbi_lane() % 4;
+#pragma unroll
+    for (uint32_t j = 0; j < NT; j++)
+#pragma unroll
+        for (uint32_t i = 0; i < 4; i++) {
+            const uint32_t r = 8 * j + 2 * t + i % 2, m = m0 + g + i / 2 * 8;
+            if (r < n && m < most) y[r * y_row + m] = d[j][i] * scale;
+        }
+}
+
+#define ABSORB_COLUMNS 64u /* of W_UK per block: 16 per warp */
+#define ABSORB_ROW     (ABSORB_COLUMNS + 8)
+
+template <int NT> static size_t absorb_shared(uint32_t nope)
+{
+    return (nope * ABSORB_ROW + 2 * 8 * NT * (nope + MMA_PAD)) * sizeof(uint16_t);
+}
+
+/* ql = qn . W_UK for one head, ABSORB_COLUMNS columns and 8 NT rows. */
+template <int NT> static __global__ void absorb_mma_kernel(mla_product a)
+{
+    const uint32_t h = blockIdx.x, col0 = blockIdx.y * ABSORB_COLUMNS, r0 = blockIdx.z * 8 * NT;
+    const uint32_t lane = nbi_lane(), own = threadIdx.x / NBI_WARP * 16;
+    uint16_t *w = nbi_shared<uint16_t>(); /* [nope][ABSORB_ROW] */
+    uint16_t *hi = w + a.nope * ABSORB_ROW, *lo = hi + 8 * NT * (a.nope + MMA_PAD);
+    const uint16_t *from = static_cast<const uint16_t *>(a.w) + (size_t)h * (a.nope + a.v) * a.lora;
+    for (uint32_t i = threadIdx.x; i < a.nope * (ABSORB_COLUMNS / 8); i += blockDim.x) {
+        const uint32_t row = i / (ABSORB_COLUMNS / 8), c = i % (ABSORB_COLUMNS / 8) * 8;
+        const bool take = col0 + c < a.lora;
+        nbi_copy_async(w + row * ABSORB_ROW + c,
+                       take ? from + (size_t)row * a.lora + col0 + c : from, take);
+    }
+    nbi_copy_commit();
+    nbi_wait_before();
+    nbi_let_next();
+    const uint32_t n = a.n_rows - r0 < 8 * NT ? a.n_rows - r0 : 8 * NT;
+    const uint32_t head = a.nope + a.rope_dim, width = a.lora + a.rope_dim;
+    const float *x = a.x + ((size_t)r0 * a.n_heads + h) * head;
+    float *y = a.y + ((size_t)r0 * a.n_heads + h) * width;
+    const size_t x_row = (size_t)a.n_heads * head, y_row = (size_t)a.n_heads * width;
+    load_halves<NT>(x, x_row, n, a.nope, hi, lo);
+    nbi_copy_wait<0>();
+    __syncthreads();
+    float d[NT][4] = {};
+    const uint32_t stride = a.nope + MMA_PAD;
+    const uint16_t *w_at =
+        w + ((lane & 7) + (lane >> 4) * 8) * ABSORB_ROW + own + (lane >> 3 & 1) * 8;
+    for (uint32_t k = 0; k < a.nope; k += 16) {
+        uint32_t f[4];
+        nbi_ldmatrix_trans(f, w_at + k * ABSORB_ROW);
+#pragma unroll
+        for (uint32_t j = 0; j < NT; j++) {
+            const uint32_t at = (8 * j + lane / 4) * stride + k + lane % 4 * 2;
+            const uint32_t b_hi[2] = {*reinterpret_cast<uint32_t *>(hi + at),
+                                      *reinterpret_cast<uint32_t *>(hi + at + 8)};
+            const uint32_t b_lo[2] = {*reinterpret_cast<uint32_t *>(lo + at),
+                                      *reinterpret_cast<uint32_t *>(lo + at + 8)};
+            nbi_mma_bf16(d[j], f, b_hi);
+            nbi_mma_bf16(d[j], f, b_lo);
+        }
+    }
+    store_products<NT>(d, y, y_row, n, col0 + own, a.lora, a.scale);
+    for (uint32_t i = threadIdx.x; col0 == 0 && i < n * a.rope_dim; i += blockDim.x) {
+        const uint32_t r = i / a.rope_dim, c = i % a.rope_dim;
+        y[r * y_row + a.lora + c] = x[r * x_row + a.nope + c];
+    }
+}
+
+#define EXPAND_OUTPUTS 64u /* of W_UV per block: 16 per warp */
+#define EXPAND_PAIRS   4u  /* of k-steps that are loaded ahead */
+
+/* 128 columns of the lane's two rows of W_UV: of every 32, lane t has eight from 8t on. */
+struct expand_weights {
+    nbi_u32x4 row[2][EXPAND_PAIRS];
+};
+
+NBI_DEV expand_weights load_expand(const uint16_t *w, uint32_t lora, uint32_t m, uint32_t most,
+                                   uint32_t col)
+{
+    expand_weights x;
+#pragma unroll
+    for (uint32_t i = 0; i < 2; i++)
+#pragma unroll
+        for (uint32_t p = 0; p < EXPAND_PAIRS; p++) {
+            const uint32_t c = col + 32 * p;
+            x.row[i][p] = {{0, 0, 0, 0}};
+            if (m + 8 * i < most && c < lora)
+                x.row[i][p] = *reinterpret_cast<const nbi_u32x4 *>(w + (size_t)(m + 8 * i) * lora +
+                                                                   c + nbi_lane() % 4 * 8);
+        }
+    return x;
+}
+
+/* out = W_UV . ol for one head, EXPAND_OUTPUTS values and 8 NT rows. */
+template <int NT> static __global__ void expand_mma_kernel(mla_product a)
+{
+    const uint32_t h = blockIdx.x, r0 = blockIdx.z * 8 * NT, lane = nbi_lane();
+    const uint32_t m0 = blockIdx.y * EXPAND_OUTPUTS + threadIdx.x / NBI_WARP * 16;
+    const uint16_t *w =
+        static_cast<const uint16_t *>(a.w) + ((size_t)h * (a.nope + a.v) + a.nope) * a.lora;
+    expand_weights now = load_expand(w, a.lora, m0 + lane / 4, a.v, 0);
+    nbi_wait_before();
+    nbi_let_next();
+    const uint32_t n = a.n_rows - r0 < 8 * NT ? a.n_rows - r0 : 8 * NT;
+    const uint32_t stride = a.lora + MMA_PAD, width = a.lora + a.rope_dim;
+    uint16_t *hi = nbi_shared<uint16_t>(), *lo = hi + 8 * NT * stride;
+    load_halves<NT>(a.x + ((size_t)r0 * a.n_heads + h) * width, (size_t)a.n_heads * width, n,
+                    a.lora, hi, lo);
+    __syncthreads();
+    float d[NT][4] = {};
+    for (uint32_t col = 0; col < a.lora; col += 32 * EXPAND_PAIRS) {
+        const expand_weights x = now;
+        now = load_expand(w, a.lora, m0 + lane / 4, a.v, col + 32 * EXPAND_PAIRS);
+#pragma unroll
+        for (uint32_t p = 0; p < EXPAND_PAIRS; p++) {
+            if (col + 32 * p >= a.lora) break;
+#pragma unroll
+            for (uint32_t j = 0; j < NT; j++) {
+                const uint32_t at = (8 * j + lane / 4) * stride + col + 32 * p + lane % 4 * 8;
+                const nbi_u32x4 u = *reinterpret_cast<nbi_u32x4 *>(hi + at);
+                const nbi_u32x4 v = *reinterpret_cast<nbi_u32x4 *>(lo + at);
+#pragma unroll
+                for (uint32_t i = 0; i < 4; i += 2) {
+                    const uint32_t f[4] = {x.row[0][p].v[i], x.row[1][p].v[i], x.row[0][p].v[i + 1],
+                                           x.row[1][p].v[i + 1]};
+                    nbi_mma_bf16(d[j], f, u.v + i);
+                    nbi_mma_bf16(d[j], f, v.v + i);
+                }
+            }
+        }
+    }
+    store_products<NT>(d, a.y + ((size_t)r0 * a.n_heads + h) * a.v, (size_t)a.n_heads * a.v, n, m0,
+                       a.v, a.scale);
+}
+
+#define MMA_THREADS 128u
+
+/* Shape and types decide, never the batch. A float cache is for those who want float32 products. */
+static bool by_mma(const nbi_cuda *c, const nbi_cuda_kv_b *w, const mla_product *a)
+{
+    return w->bf16 && a->halves && a->nope % 16 == 0 && a->lora % 32 == 0 && a->nope &&
+           a->lora <= 1024 && absorb_shared<1>(a->nope) <= c->rt.shared_max;
+}
+
+template <int NT> static void launch_absorb_mma(nbi_cuda *c, const mla_product *a)
+{
+    nbi_launch(
+        &c->rt,
+        dim3(a->n_heads, nbi_ceil_div(a->lora, ABSORB_COLUMNS), nbi_ceil_div(a->n_rows, 8 * NT)),
+        dim3(MMA_THREADS), absorb_shared<NT>(a->nope), absorb_mma_kernel<NT>, *a);
+}
+
+template <int NT> static void launch_expand_mma(nbi_cuda *c, const mla_product *a)
+{
+    nbi_launch(
+        &c->rt,
+        dim3(a->n_heads, nbi_ceil_div(a->v, EXPAND_OUTPUTS), nbi_ceil_div(a->n_rows, 8 * NT)),
+        dim3(MMA_THREADS), 2 * 8 * NT * (a->lora + MMA_PAD) * sizeof(uint16_t),
+        expand_mma_kernel<NT>, *a);
+}
+
+static void absorb(nbi_cuda *c, const nbi_cuda_kv_b *w, const mla_product *a)
+{
+    if (by_mma(c, w, a)) {
+        if (a->n_rows > 8 && absorb_shared<4>(a->nope) <= c->rt.shared_max)
+            launch_absorb_mma<4>(c, a);
+        else
+            launch_absorb_mma<1>(c, a);
+        return;
+    }
+    const dim3 grid(a->n_heads, nbi_ceil_div(a->lora, COLUMNS), nbi_ceil_div(a->n_rows, TILE_ROWS));
+    nbi_launch(&c->rt, grid, dim3(THREADS), 0, w->bf16 ? absorb_kernel<true> : absorb_kernel<false>,
+               *a);
+}
+
+static void expand(nbi_cuda *c, const nbi_cuda_kv_b *w, const mla_product *a)
+{
+    if (by_mma(c, w, a)) {
+        if (a->n_rows > 8 && 2 * 32 * (a->lora + MMA_PAD) * 2 <= c->rt.shared_max)
+            launch_expand_mma<4>(c, a);
+        else
+            launch_expand_mma<1>(c, a);
+        return;
+    }
+    const dim3 grid(a->n_heads, nbi_ceil_div(a->v, OUTPUTS), nbi_ceil_div(a->n_rows, TILE_ROWS));
+    nbi_launch(&c->rt, grid, dim3(THREADS),
+               TILE_ROWS * (size_t)((a->lora + 7) / 8 * 8) * sizeof(float),
+               w->bf16 ? expand_kernel<true> : expand_kernel<false>, *a);
+}
+
 /* ---------------------------------------------------------------- attend */
 
 /* Rows of one pass: what fits in the scratch, at most GROUP_MAX. */
@@ -361,13 +578,12 @@ static void attend_rows(nbi_cuda *c, const nbi_mla_attend_args *args, uint32_t f
                             .nope = args->nope_dim,
                             .rope_dim = args->rope_dim,
                             .v = args->v_dim,
-                            .lora = args->kv_lora};
+                            .lora = args->kv_lora,
+                            .halves = args->cache->dtype == NBI_BF16};
     mla_product out = in;
     out.x = x;
     out.y = static_cast<float *>(args->out) + (size_t)first * H * args->v_dim;
-    const uint32_t tiles = nbi_ceil_div(n, TILE_ROWS);
-    nbi_launch(&c->rt, dim3(H, nbi_ceil_div(args->kv_lora, COLUMNS), tiles), dim3(THREADS), 0,
-               w->bf16 ? absorb_kernel<true> : absorb_kernel<false>, in);
+    absorb(c, w, &in);
 
     nbi_cuda_attend a = attend_args(args);
     const size_t used = (n * row_bytes(H, a.k_width) + 255) / 256 * 256;
@@ -378,10 +594,7 @@ static void attend_rows(nbi_cuda *c, const nbi_mla_attend_args *args, uint32_t f
     a.partial = reinterpret_cast<float *>(static_cast<char *>(c->scratch) + used);
     a.partial_bytes = c->scratch_bytes - used;
     nbi_cuda_attend_run(c, &a);
-
-    nbi_launch(&c->rt, dim3(H, nbi_ceil_div(args->v_dim, OUTPUTS), tiles), dim3(THREADS),
-               TILE_ROWS * (size_t)((args->kv_lora + 7) / 8 * 8) * sizeof(float),
-               w->bf16 ? expand_kernel<true> : expand_kernel<false>, out);
+    expand(c, w, &out);
 }
 
 void nbi_cuda_mla_attend(nbi_backend *b, const nbi_mla_attend_args *args)
