@@ -194,7 +194,7 @@ static void test_w4a4(void **state)
 static void test_bits(void **state)
 {
     (void)state;
-    enum { N = 70, K = 3, H = 64, I = 32 };
+    enum { N = 80, K = 3, H = 64, I = 32 };
     nbi_backend *b = gpu_open(&limits);
     moe_layer l;
     moe_make(&l, NBI_WEIGHT_NVFP4, NBI_WEIGHT_NVFP4, 4, K, H, I, false);
@@ -202,7 +202,7 @@ static void test_bits(void **state)
     prepared p = prepare(b, "cuda_gemv", &l);
     float *want = run(&p, k.x, k.ids, k.weights, N);
     release(&p);
-    static const uint32_t sizes[] = {1, 2, 7, 8, 9, 17, 33, N};
+    static const uint32_t sizes[] = {1, 2, 7, 8, 9, 17, 40, 60, N};
     for (size_t r = 0; r < N_RUNNERS; r++) {
         p = prepare(b, runners[r], &l);
         for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) {

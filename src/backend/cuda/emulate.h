@@ -197,6 +197,11 @@ inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t s)
 
 #define __expf(x) expf(x) /* the C library has a private name of this spelling */
 
+inline float __fadd_rn(float a, float b)
+{
+    return a + b;
+}
+
 inline float rsqrtf(float x)
 {
     return 1.0f / __builtin_sqrtf(x);

@@ -40,10 +40,11 @@ NBI_DEV float nbi_moe_input_scale(const nbi_moe_weights &w, uint32_t e)
     return w.input_scale ? w.input_scale[e] : 0.0f;
 }
 
-/* silu(gate) * up. */
+/* silu(gate) * up. The sum is never joined with the product inside expf: every kernel must round
+ * alike. */
 NBI_DEV float nbi_moe_swiglu(float gate, float up)
 {
-    return gate / (1.0f + expf(-gate)) * up;
+    return gate / __fadd_rn(1.0f, expf(-gate)) * up;
 }
 
 /* launch<KIND>(...) for a kind that nbi_moe_cuda_supports() let through. */

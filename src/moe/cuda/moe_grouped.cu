@@ -194,10 +194,12 @@ struct division {
     static constexpr uint32_t MT = MT_, WM = WM_, WN = WARPS / WM_, NT = NT_, DEPTH = DEPTH_;
     static constexpr uint32_t BLOCKS = BLOCKS_;
     static constexpr uint32_t ROW_TILES = MT * WM, TOKENS = WN * NT * 8;
+    static constexpr bool SKIP = BLOCKS > 1; /* columns without tokens; else whole warps only */
 };
 using large = division<2, 4, 8, 2, 1>;  /* 128 tokens */
 using wide = division<2, 4, 6, 2, 1>;   /* 96: what registers leave beside larger weights */
 using middle = division<2, 4, 4, 2, 1>; /* 64 */
+using small = division<1, 8, 5, 2, 2>;  /* 40: on the way to the stream's bound */
 using narrow = division<1, 8, 2, 4, 2>; /* 16: bound by the stream of weights */
 
 struct product_args {
@@ -268,10 +270,10 @@ template <class D, bool GATE_UP> struct ring {
     }
 };
 
-/* One k-tile: weights of MT row tiles times the warp's tokens. */
+/* One k-tile: weights of MT row tiles times the warp's tokens, `live` from token0 on. */
 template <nbi_weight_kind KIND, class D, class R>
 static NBI_DEV void multiply(float (&p)[D::MT][D::NT][4], const nbi_tile<KIND> (&weights)[D::MT],
-                             const R &x, uint32_t kt, uint32_t token0)
+                             const R &x, uint32_t kt, uint32_t token0, uint32_t live)
 {
 #pragma unroll
     for (uint32_t pair = 0; pair < 2; pair++) {
@@ -283,6 +285,7 @@ static NBI_DEV void multiply(float (&p)[D::MT][D::NT][4], const nbi_tile<KIND> (
         }
 #pragma unroll
         for (uint32_t n = 0; n < D::NT; n++) {
+            if (D::SKIP && n * 8 >= live) continue;
             const nbi_u32x4 b = x.fragment(kt, token0 + n * 8, pair);
 #pragma unroll
             for (uint32_t m = 0; m < D::MT; m++) {
@@ -370,8 +373,11 @@ static __global__ void __launch_bounds__(THREADS, D::BLOCKS) product_kernel(cons
                 nbi_load_fresh(&from->n)};
     }
     const nbi_cuda_packed w = nbi_moe_expert(a.weights, tile.expert);
-    const uint32_t warp = threadIdx.x / NBI_WARP, lane = (uint32_t)nbi_lane();
-    const uint32_t token0 = warp / D::WM * D::NT * 8;
+    /* known to be the same in all lanes: no code for lanes that part */
+    const uint32_t warp = __shfl_sync(NBI_FULL_MASK, threadIdx.x / NBI_WARP, 0);
+    const uint32_t lane = (uint32_t)nbi_lane(), token0 = warp / D::WM * D::NT * 8;
+    const uint32_t n_tokens = __shfl_sync(NBI_FULL_MASK, tile.n, 0);
+    const uint32_t live = n_tokens > token0 ? n_tokens - token0 : 0;
     const uint32_t first_rt = (blockIdx.x * D::WM + warp % D::WM) * D::MT;
     uint32_t rt[D::MT]; /* behind the last: the last, and nothing is written */
     nbi_tile<KIND> weights[DEPTH][D::MT];
@@ -405,8 +411,8 @@ static __global__ void __launch_bounds__(THREADS, D::BLOCKS) product_kernel(cons
             nbi_copy_wait<STAGES - 2>();
             __syncthreads();
             x.fetch(kt + STAGES - 1, w.n_kt);
-            if (token0 < tile.n) {
-                multiply<KIND, D>(p, weights[i], x, kt, token0);
+            if (live) {
+                multiply<KIND, D>(p, weights[i], x, kt, token0, live);
 #pragma unroll
                 for (uint32_t m = 0; m < D::MT; m++)
                     if (kt + DEPTH < w.n_kt) weights[i][m].load(w, rt[m], kt + DEPTH, lane);
@@ -415,7 +421,7 @@ static __global__ void __launch_bounds__(THREADS, D::BLOCKS) product_kernel(cons
             }
         }
     }
-    if (token0 < tile.n) store<D, GATE_UP>(a, w, tile, y, first_rt, token0);
+    if (live) store<D, GATE_UP>(a, w, tile, y, first_rt, token0);
 }
 
 /* ---------------------------------------------------------------- launches */
@@ -503,9 +509,10 @@ static uint32_t choose_tokens(const nbi_cuda *c, const nbi_moe_shape *s, uint32_
     const uint32_t each = nbi_ceil_div(n_rows * s->top_k, s->n_experts), chunks = most_chunks(s);
     const bool fp4 = s->kind_gate_up == NBI_WEIGHT_NVFP4 && s->kind_down == NBI_WEIGHT_NVFP4;
     const uint32_t most = fp4 ? large::TOKENS : wide::TOKENS;
-    if (each > 48 && product_shared(most, chunks) <= c->rt.shared_max) return most;
-    if (each > 12 && product_shared(middle::TOKENS, chunks) <= c->rt.shared_max)
+    if (each > 56 && product_shared(most, chunks) <= c->rt.shared_max) return most;
+    if (each > 34 && product_shared(middle::TOKENS, chunks) <= c->rt.shared_max)
         return middle::TOKENS;
+    if (each > 8 && product_shared(small::TOKENS, chunks) <= c->rt.shared_max) return small::TOKENS;
     return narrow::TOKENS;
 }
 
@@ -527,6 +534,8 @@ static void launch_product(nbi_cuda *c, const product_args &a, uint32_t n_tiles,
         launch_division<KIND, wide, GATE_UP>(c, a, n_tiles);
     else if (tokens == middle::TOKENS)
         launch_division<KIND, middle, GATE_UP>(c, a, n_tiles);
+    else if (tokens == small::TOKENS)
+        launch_division<KIND, small, GATE_UP>(c, a, n_tiles);
     else
         launch_division<KIND, narrow, GATE_UP>(c, a, n_tiles);
 }
