@@ -363,6 +363,7 @@ template <nbi_weight_kind KIND, class D, bool GATE_UP>
 static __global__ void __launch_bounds__(THREADS, D::BLOCKS) product_kernel(const product_args a)
 {
     constexpr uint32_t TILES = nbi_chunk_tiles(KIND), DEPTH = D::DEPTH;
+    constexpr bool ONCE = D::WN == 1; /* else the warps beside read the same weights */
     if (GATE_UP) nbi_wait_before();
     const uint32_t n_tiles = nbi_load_fresh(&a.w.total->n_tiles);
     const bool work_here = blockIdx.y < n_tiles;
@@ -386,7 +387,7 @@ static __global__ void __launch_bounds__(THREADS, D::BLOCKS) product_kernel(cons
         rt[m] = first_rt + m < w.n_rt ? first_rt + m : w.n_rt - 1;
 #pragma unroll
         for (uint32_t i = 0; i < DEPTH; i++)
-            if (work_here && i < w.n_kt) weights[i][m].load(w, rt[m], i, lane);
+            if (work_here && i < w.n_kt) weights[i][m].template load<ONCE>(w, rt[m], i, lane);
     }
     if (!GATE_UP) nbi_wait_before();
     nbi_let_next();
@@ -415,7 +416,8 @@ static __global__ void __launch_bounds__(THREADS, D::BLOCKS) product_kernel(cons
                 multiply<KIND, D>(p, weights[i], x, kt, token0, live);
 #pragma unroll
                 for (uint32_t m = 0; m < D::MT; m++)
-                    if (kt + DEPTH < w.n_kt) weights[i][m].load(w, rt[m], kt + DEPTH, lane);
+                    if (kt + DEPTH < w.n_kt)
+                        weights[i][m].template load<ONCE>(w, rt[m], kt + DEPTH, lane);
                 if (kt % TILES == TILES - 1 || kt + 1 == w.n_kt)
                     add_chunk<KIND, D>(y, p, w, rt, kt / TILES, unit + kt / TILES * D::TOKENS);
             }

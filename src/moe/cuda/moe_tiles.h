@@ -9,38 +9,6 @@
  * k-steps with one load of 16 bytes. */
 #define NBI_MOE_TILE_X_BYTES 128u
 
-/* e2m1, ties to the even code. */
-NBI_DEV float nbi_moe_to_e2m1(float x)
-{
-    const float a = nbi_float(nbi_bits(x) & 0x7fffffffu);
-    const float v = a <= 0.25f   ? 0.0f
-                    : a < 0.75f  ? 0.5f
-                    : a <= 1.25f ? 1.0f
-                    : a < 1.75f  ? 1.5f
-                    : a <= 2.5f  ? 2.0f
-                    : a < 3.5f   ? 3.0f
-                    : a <= 5.0f  ? 4.0f
-                                 : 6.0f;
-    return x < 0 ? -v : v;
-}
-
-/* Rounds a k-step's 16 values, four in each lane of a quad, to NVFP4 as nbi_nvfp4_round_row() does,
- * but leaves input_scale out: code * block scale is exact in FP16 after the chunk's exponent. */
-NBI_DEV void nbi_moe_round_block(nbi_f32x4 *x, float input_scale)
-{
-    uint32_t most = nbi_amax_bits(0, *x);
-#pragma unroll
-    for (int d = 1; d < 4; d *= 2) {
-        const uint32_t other = __shfl_xor_sync(NBI_FULL_MASK, most, d);
-        most = other > most ? other : most;
-    }
-    const float scale = nbi_from_e4m3(nbi_to_e4m3(nbi_float(most) / (6.0f * input_scale)));
-    const float step = scale * input_scale;
-#pragma unroll
-    for (int i = 0; i < 4; i++)
-        x->v[i] = step == 0 ? 0.0f : nbi_moe_to_e2m1(x->v[i] / step) * scale;
-}
-
 /* One chunk of a row by one warp: 16 bytes per lane, written to dst (the chunk's first byte). n:
  * the row's columns, a multiple of 4; zeros behind. input_scale > 0: rounded to NVFP4 before.
  * Returns what the sums are multiplied by: 2^e, times the input scale. */
@@ -55,8 +23,8 @@ NBI_DEV float nbi_moe_x_chunk(char *dst, const float *row, uint32_t chunk, uint3
     nbi_f32x4 even = nbi_x_load(row, at, mine ? n : 0, true);
     nbi_f32x4 odd = nbi_x_load(row, at + 16, mine ? n : 0, true);
     if (KIND == NBI_WEIGHT_NVFP4 && input_scale > 0) {
-        nbi_moe_round_block(&even, input_scale);
-        nbi_moe_round_block(&odd, input_scale);
+        nbi_x_round(&even, input_scale);
+        nbi_x_round(&odd, input_scale);
     }
     int e = 0;
     if (KIND != NBI_WEIGHT_BF16) {
