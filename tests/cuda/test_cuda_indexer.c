@@ -115,6 +115,19 @@ static void test_ties(void **state)
     const int32_t smallest[] = {2, 4};
     assert_memory_equal(out, smallest, sizeof smallest);
 
+    enum { N = 6000, K = 5000 };
+    float *same = op_floats(N);
+    int32_t *most = op_alloc(K * sizeof *most);
+    for (int i = 0; i < N; i++) same[i] = i % 3 == 1 && i > 4200 ? 2 : 1;
+    select_scores(same, N, K, 1, most);
+    int32_t larger = 0, at = 0;
+    for (int i = 0; i < N; i++) larger += same[i] > 1;
+    for (int i = 0, ties = K - larger; i < N; i++)
+        if (same[i] > 1 || ties-- > 0) assert_int_equal(most[at++], i);
+    assert_int_equal(at, K);
+    op_free(same);
+    op_free(most);
+
     const float broken[] = {NAN, 1, INFINITY, NAN, 2, 0};
     select_scores(broken, 6, 4, 1, out);
     const int32_t finite_first[] = {1, 2, 4, 5};

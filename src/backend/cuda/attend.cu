@@ -91,11 +91,10 @@ static __global__ void merge_kernel(nbi_cuda_attend a, uint32_t splits)
             *out = 0;
             continue;
         }
-        const float *p = first;
-        float o = p[i], m = p[a.v_width], l = p[a.v_width + 1];
+        float o = 0, m = -INFINITY, l = 0;
 #pragma unroll 4
-        for (uint32_t s = 1; s < many; s++) {
-            p = first + s * step;
+        for (uint32_t s = 0; s < many; s++) {
+            const float *p = first + s * step;
             const nbi_attend_fold f =
                 nbi_attend_merge(&m, &l, p[a.v_width], p[a.v_width + 1], nbi_attend_scale(a));
             o = nbi_attend_merged(f, o, p[i]);

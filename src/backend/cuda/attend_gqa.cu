@@ -180,20 +180,15 @@ NBI_DEV void store_partial(const nbi_cuda_attend &a, const softmax<D> &x, int si
 }
 
 template <int D>
-NBI_DEV void merge_split(softmax<D> &run, const softmax<D> &x, int side, float scale, bool first)
+NBI_DEV void merge_split(softmax<D> &run, const softmax<D> &x, int side, float scale)
 {
-    nbi_attend_fold f = {0, 1};
-    if (first) {
-        run.m[side] = x.m[side];
-        run.l[side] = x.l[side];
-    } else {
-        f = nbi_attend_merge(&run.m[side], &run.l[side], x.m[side], x.l[side], scale);
-    }
+    const nbi_attend_fold f =
+        nbi_attend_merge(&run.m[side], &run.l[side], x.m[side], x.l[side], scale);
 #pragma unroll
     for (int i = 0; i < D / 8; i++)
 #pragma unroll
         for (int j = 2 * side; j < 2 * side + 2; j++)
-            run.o[i][j] = first ? x.o[i][j] : nbi_attend_merged(f, run.o[i][j], x.o[i][j]);
+            run.o[i][j] = nbi_attend_merged(f, run.o[i][j], x.o[i][j]);
 }
 
 template <int D>
@@ -251,7 +246,7 @@ NBI_DEV void run_tiles(const nbi_cuda_attend &a, const nbi_attend_group &g, uint
         for (int side = 0; side < 2; side++) {
             if (slot[side].n <= split * g.split) continue;
             if (WALK)
-                merge_split(run, x, side, scale, split == 0);
+                merge_split(run, x, side, scale);
             else
                 store_partial(a, x, side, slot[side], splits, split);
         }

@@ -222,6 +222,18 @@ template <int M> struct merged {
     float m[M][2], l[M][2];
 };
 
+template <int M> NBI_DEV void clear(merged<M> &run)
+{
+    clear(run.x);
+#pragma unroll
+    for (int i = 0; i < M; i++)
+#pragma unroll
+        for (int side = 0; side < 2; side++) {
+            run.m[i][side] = -INFINITY;
+            run.l[i][side] = 0;
+        }
+}
+
 /* Takes the split that ends up into `run`, or into the scratch. */
 template <int M, int STAGES, bool WALK>
 NBI_DEV void end_split(const nbi_cuda_attend &a, const block_memory<M, STAGES> *s,
@@ -242,21 +254,13 @@ NBI_DEV void end_split(const nbi_cuda_attend &a, const block_memory<M, STAGES> *
                     *reinterpret_cast<nbi_f32x2 *>(to + LATENT) = {{s->m[row], s->l[row]}};
                 continue;
             }
-            nbi_attend_fold f = {0, 1};
-            if (split == 0) {
-                run.m[i][side] = s->m[row];
-                run.l[i][side] = s->l[row];
-            } else {
-                f = nbi_attend_merge(&run.m[i][side], &run.l[i][side], s->m[row], s->l[row],
-                                     nbi_attend_scale(a));
-            }
+            const nbi_attend_fold f = nbi_attend_merge(&run.m[i][side], &run.l[i][side], s->m[row],
+                                                       s->l[row], nbi_attend_scale(a));
 #pragma unroll
             for (int j = 0; j < 8; j++)
 #pragma unroll
-                for (int k = 2 * side; k < 2 * side + 2; k++) {
-                    float &to = run.x.o[i][j][k];
-                    to = split == 0 ? x.o[i][j][k] : nbi_attend_merged(f, to, x.o[i][j][k]);
-                }
+                for (int k = 2 * side; k < 2 * side + 2; k++)
+                    run.x.o[i][j][k] = nbi_attend_merged(f, run.x.o[i][j][k], x.o[i][j][k]);
         }
 }
 
@@ -273,7 +277,7 @@ NBI_DEV void run_tiles(const nbi_cuda_attend &a, const nbi_attend_group &g,
     sums<M> x;
     merged<M> run;
     clear(x);
-    if (WALK) clear(run.x);
+    if (WALK) clear(run);
     for (int i = 0; i < STAGES - 1; i++) {
         if (begin + i < end) load_positions(a, find_place(a, g, begin + i), s->stage[i]);
         nbi_copy_commit();

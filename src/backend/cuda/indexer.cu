@@ -362,8 +362,14 @@ NBI_DEV uint32_t kth_key(choice *s, const uint32_t *keys, uint32_t n, uint32_t k
         const uint32_t shift = d == 0 ? 21 : d == 1 ? 10 : 0, mask = d < 2 ? 0x7ff : 0x3ff;
         for (uint32_t i = threadIdx.x; i < 2048; i += CHOOSE) s->count[i] = 0;
         __syncthreads();
-        for (uint32_t i = threadIdx.x; i < n; i += CHOOSE)
-            if ((keys[i] & fixed) == prefix) atomicAdd(&s->count[keys[i] >> shift & mask], 1u);
+#pragma unroll 2
+        for (uint32_t i = 4 * threadIdx.x; i < n; i += 4 * CHOOSE) {
+            const nbi_u32x4 x = *reinterpret_cast<const nbi_u32x4 *>(keys + i);
+#pragma unroll
+            for (uint32_t j = 0; j < 4; j++)
+                if (i + j < n && (x.v[j] & fixed) == prefix)
+                    atomicAdd(&s->count[x.v[j] >> shift & mask], 1u);
+        }
         __syncthreads();
         find_digit(s, k, mask + 1);
         prefix |= s->digit << shift;
@@ -372,7 +378,7 @@ NBI_DEV uint32_t kth_key(choice *s, const uint32_t *keys, uint32_t n, uint32_t k
     return prefix;
 }
 
-/* A block per row. */
+/* A block per row; a thread looks at four neighbouring keys at a time. */
 static __global__ void index_choose_kernel(index_select a)
 {
     __shared__ choice s;
@@ -390,14 +396,24 @@ static __global__ void index_choose_kernel(index_select a)
     const uint32_t ties = a.topk - s.larger; /* the first of those that equal the edge */
     uint32_t taken = 0, tied = 0;
     for (uint32_t begin = 0; begin < n && taken + (tied < ties ? tied : ties) < a.topk;
-         begin += CHOOSE) {
-        const uint32_t i = begin + threadIdx.x;
-        const bool above = i < n && keys[i] > edge, equal = i < n && keys[i] == edge;
-        uint32_t total;
-        const uint32_t before = block_scan(&s, (uint32_t)above | (uint32_t)equal << 16, &total);
-        const uint32_t tie = tied + (before >> 16), tie_taken = tie < ties ? tie : ties;
-        if (above || (equal && tie < ties))
-            out[taken + (before & 0xffffu) + tie_taken] = (int32_t)i;
+         begin += 4 * CHOOSE) {
+        const uint32_t i = begin + 4 * threadIdx.x;
+        const nbi_u32x4 x =
+            i < n ? *reinterpret_cast<const nbi_u32x4 *>(keys + i) : nbi_u32x4{{0, 0, 0, 0}};
+        uint32_t own = 0, total; /* above the edge; equal to it, in the high half */
+#pragma unroll
+        for (uint32_t j = 0; j < 4; j++)
+            if (i + j < n) own += (uint32_t)(x.v[j] > edge) + ((uint32_t)(x.v[j] == edge) << 16);
+        const uint32_t before = block_scan(&s, own, &total);
+        uint32_t above = taken + (before & 0xffffu), equal = tied + (before >> 16);
+#pragma unroll
+        for (uint32_t j = 0; j < 4; j++) {
+            if (i + j >= n || x.v[j] < edge) continue;
+            const bool tie = x.v[j] == edge;
+            if (!tie || equal < ties) out[above + (equal < ties ? equal : ties)] = (int32_t)(i + j);
+            above += !tie;
+            equal += tie;
+        }
         taken += total & 0xffffu;
         tied += total >> 16;
     }
