@@ -25,18 +25,19 @@ NBI_DEV float nbi_linear_factor(const nbi_linear_call &a, uint32_t row)
     return a.input_scale > 0 ? f * a.input_scale : f;
 }
 
-/* x of one chunk as B fragments; returns e. */
-template <nbi_weight_kind KIND, bool TWICE = false>
+/* x of one chunk as B fragments; returns e. W4A4: input_scale is set. */
+template <nbi_weight_kind KIND, bool W4A4, bool TWICE = false>
 NBI_DEV int nbi_linear_chunk(uint32_t b[][2], const nbi_linear_call &a, uint32_t token,
                              uint32_t chunk)
 {
     const float *row = token < a.n_tokens ? a.x + (size_t)token * a.x_stride : NULL;
     const uint32_t first = chunk * nbi_chunk_tiles(KIND) * NBI_TILE_COLS;
-    if (KIND == NBI_WEIGHT_NVFP4 && a.input_scale > 0) {
+    if constexpr (W4A4) {
         nbi_x_chunk_w4a4(b, row, first, a.w.cols, a.fast, a.input_scale);
         return 0;
+    } else {
+        return nbi_x_chunk<KIND, TWICE>(b, row, first, a.w.cols, a.fast);
     }
-    return nbi_x_chunk<KIND, TWICE>(b, row, first, a.w.cols, a.fast);
 }
 
 inline uint32_t nbi_linear_chunks(const nbi_cuda_packed *w)

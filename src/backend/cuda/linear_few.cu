@@ -130,7 +130,7 @@ static NBI_DEV void add_chunks(const nbi_linear_call &a, const few_shape &s, few
     }
 }
 
-template <nbi_weight_kind KIND, int NT, int BLOCKS>
+template <nbi_weight_kind KIND, int NT, int BLOCKS, bool W4A4>
 static __global__ void __launch_bounds__(WARPS *NBI_WARP, BLOCKS)
     few_kernel(nbi_linear_call a, few_shape s)
 {
@@ -164,7 +164,7 @@ static __global__ void __launch_bounds__(WARPS *NBI_WARP, BLOCKS)
             for (int n = 0; n < NT; n++) {
                 const int e =
                     chunk < s.n_chunks
-                        ? nbi_linear_chunk<KIND, (NT > 1)>(b[n], a, n * 8 + lane / 4, chunk)
+                        ? nbi_linear_chunk<KIND, W4A4, (NT > 1)>(b[n], a, n * 8 + lane / 4, chunk)
                         : 0;
                 if (lane % 4 == 0) sh.unit[warp][n * 8 + lane / 4] = nbi_pow2(e);
             }
@@ -195,7 +195,7 @@ static __global__ void __launch_bounds__(WARPS *NBI_WARP, BLOCKS)
     }
 }
 
-template <nbi_weight_kind KIND, int NT, int BLOCKS>
+template <nbi_weight_kind KIND, int NT, int BLOCKS, bool W4A4>
 static void launch(nbi_cuda *c, const nbi_linear_call *a)
 {
     few_shape s;
@@ -207,23 +207,25 @@ static void launch(nbi_cuda *c, const nbi_linear_call *a)
     const uint32_t most = (uint32_t)c->rt.n_sms * BLOCKS;
     const uint32_t grid = s.n_units < most ? s.n_units : most;
     nbi_launch(&c->rt, dim3(grid), dim3(s.per_pass * s.side * NBI_WARP), 0,
-               few_kernel<KIND, NT, BLOCKS>, *a, s);
+               few_kernel<KIND, NT, BLOCKS, W4A4>, *a, s);
 }
 
 /* Blocks of a multiprocessor: what the registers allow. */
-template <nbi_weight_kind KIND, int ONE, int TWO>
+template <nbi_weight_kind KIND, int ONE, int TWO, bool W4A4 = false>
 static void by_tokens(nbi_cuda *c, const nbi_linear_call *a)
 {
     if (a->n_tokens <= 8)
-        launch<KIND, 1, ONE>(c, a);
+        launch<KIND, 1, ONE, W4A4>(c, a);
     else
-        launch<KIND, 2, TWO>(c, a);
+        launch<KIND, 2, TWO, W4A4>(c, a);
 }
 
 void nbi_linear_few(nbi_cuda *c, const nbi_linear_call *a)
 {
     switch (a->w.kind) {
-    case NBI_WEIGHT_NVFP4: return by_tokens<NBI_WEIGHT_NVFP4, 2, 2>(c, a);
+    case NBI_WEIGHT_NVFP4:
+        if (a->input_scale > 0) return by_tokens<NBI_WEIGHT_NVFP4, 2, 1, true>(c, a);
+        return by_tokens<NBI_WEIGHT_NVFP4, 2, 2>(c, a);
     case NBI_WEIGHT_FP8_BLOCK: return by_tokens<NBI_WEIGHT_FP8_BLOCK, 2, 2>(c, a);
     case NBI_WEIGHT_FP8_TENSOR: return by_tokens<NBI_WEIGHT_FP8_TENSOR, 2, 1>(c, a);
     case NBI_WEIGHT_BF16: return by_tokens<NBI_WEIGHT_BF16, 1, 1>(c, a);

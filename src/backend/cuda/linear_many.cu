@@ -33,7 +33,7 @@ size_t nbi_linear_many_scratch(uint32_t n_tokens, uint32_t cols)
 #define CONVERT_WARPS 4u
 
 /* A warp per (token tile, chunk). */
-template <nbi_weight_kind KIND>
+template <nbi_weight_kind KIND, bool W4A4>
 static __global__ void __launch_bounds__(CONVERT_WARPS *NBI_WARP)
     convert_kernel(nbi_linear_call a, many_x to)
 {
@@ -45,7 +45,7 @@ static __global__ void __launch_bounds__(CONVERT_WARPS *NBI_WARP)
     constexpr uint32_t PAIRS = nbi_chunk_tiles(KIND) * 2;
     const uint32_t lane = (uint32_t)nbi_lane();
     uint32_t b[PAIRS * 2][2];
-    const int e = nbi_linear_chunk<KIND>(b, a, tile * 8 + lane / 4, chunk);
+    const int e = nbi_linear_chunk<KIND, W4A4>(b, a, tile * 8 + lane / 4, chunk);
     nbi_u32x4 *x =
         reinterpret_cast<nbi_u32x4 *>(to.x) + (size_t)tile * a.w.n_kt * 2 * NBI_WARP + lane;
 #pragma unroll
@@ -221,7 +221,8 @@ static void multiply(nbi_cuda *c, const nbi_linear_call *a, const many_x &x)
                many_kernel<KIND, MT, NT>, *a, x);
 }
 
-template <nbi_weight_kind KIND> static void run(nbi_cuda *c, const nbi_linear_call *a)
+template <nbi_weight_kind KIND, bool W4A4 = false>
+static void run(nbi_cuda *c, const nbi_linear_call *a)
 {
     many_x x;
     x.x = static_cast<char *>(c->scratch);
@@ -229,7 +230,7 @@ template <nbi_weight_kind KIND> static void run(nbi_cuda *c, const nbi_linear_ca
     x.n_tiles = nbi_ceil_div(a->n_tokens, 8);
     x.n_chunks = nbi_linear_chunks(&a->w);
     nbi_launch(&c->rt, dim3(nbi_ceil_div(x.n_tiles * x.n_chunks, CONVERT_WARPS)),
-               dim3(CONVERT_WARPS * NBI_WARP), 0, convert_kernel<KIND>, *a, x);
+               dim3(CONVERT_WARPS * NBI_WARP), 0, convert_kernel<KIND, W4A4>, *a, x);
     const uint32_t large = nbi_ceil_div(a->w.n_rt, 8) * nbi_ceil_div(x.n_tiles, 16);
     if (x.n_tiles > 8 && large >= (uint32_t)c->rt.n_sms)
         multiply<KIND, 2, 8>(c, a, x);
@@ -241,7 +242,9 @@ void nbi_linear_many(nbi_cuda *c, const nbi_linear_call *a)
 {
     NB_ASSERT(nbi_linear_many_scratch(a->n_tokens, a->w.cols) <= c->scratch_bytes);
     switch (a->w.kind) {
-    case NBI_WEIGHT_NVFP4: return run<NBI_WEIGHT_NVFP4>(c, a);
+    case NBI_WEIGHT_NVFP4:
+        if (a->input_scale > 0) return run<NBI_WEIGHT_NVFP4, true>(c, a);
+        return run<NBI_WEIGHT_NVFP4>(c, a);
     case NBI_WEIGHT_FP8_BLOCK: return run<NBI_WEIGHT_FP8_BLOCK>(c, a);
     case NBI_WEIGHT_FP8_TENSOR: return run<NBI_WEIGHT_FP8_TENSOR>(c, a);
     case NBI_WEIGHT_BF16: return run<NBI_WEIGHT_BF16>(c, a);

@@ -327,10 +327,22 @@ NBI_DEV int nbi_x_chunk(uint32_t b[][2], const float *row, uint32_t first, uint3
     nbi_f32x4 x[STEPS];
     uint32_t most = 0;
     const uint32_t end = row ? n : 0;
+    if (TWICE) {
 #pragma unroll
-    for (uint32_t w = 0; w < STEPS; w++) {
-        x[w] = nbi_x_load(row, first + 16 * w + 4 * t, end, fast);
-        most = nbi_amax_bits(most, x[w]);
+        for (uint32_t w = 0; w < STEPS; w++)
+            most = nbi_amax_bits(most, nbi_x_load(row, first + 16 * w + 4 * t, end, fast));
+    } else if (fast) { /* one branch, so that all loads go out together */
+#pragma unroll
+        for (uint32_t w = 0; w < STEPS; w++)
+            x[w] = nbi_x_load(row, first + 16 * w + 4 * t, end, true);
+    } else {
+#pragma unroll
+        for (uint32_t w = 0; w < STEPS; w++)
+            x[w] = nbi_x_load(row, first + 16 * w + 4 * t, end, false);
+    }
+    if (!TWICE && KIND != NBI_WEIGHT_BF16) {
+#pragma unroll
+        for (uint32_t w = 0; w < STEPS; w++) most = nbi_amax_bits(most, x[w]);
     }
     int e = 0;
     if (KIND != NBI_WEIGHT_BF16) {
@@ -344,8 +356,7 @@ NBI_DEV int nbi_x_chunk(uint32_t b[][2], const float *row, uint32_t first, uint3
     const float unit = nbi_pow2(-e);
 #pragma unroll
     for (uint32_t w = 0; w < STEPS; w++) {
-        const uint32_t at = first + 16 * w + 4 * t;
-        if (TWICE) x[w] = nbi_x_load_again(row, at, end, fast);
+        if (TWICE) x[w] = nbi_x_load_again(row, first + 16 * w + 4 * t, end, fast);
         nbi_x_fragment<KIND>(b[w], x[w], unit);
     }
     return e;
