@@ -6,7 +6,10 @@
  * Per block and 64 columns of NVFP4: 16 KB of x, 4.6 KB of weights, 512 mma. */
 #include "backend/cuda/cuda_linear.h"
 
-#define STAGES 4u
+#define STAGES      4u
+#define ROW_WARPS   4
+#define TOKEN_WARPS 2
+#define THREADS     (ROW_WARPS * TOKEN_WARPS * NBI_WARP)
 
 /* Converted activations:
  *   x     [token tiles of 8][n_kt * 2][32 lanes][16 bytes]: k-steps 2i and 2i+1 of 32 columns
@@ -65,25 +68,27 @@ template <int TILES> struct many_stage {
     float unit[TILES][8];
 };
 
-/* Asks for the columns of weight tile kt. */
+/* Asks for the columns of weight tile kt. A thread copies the same place of every fourth token
+ * tile.
+ */
 template <nbi_weight_kind KIND, int TILES>
 static NBI_DEV void ask(many_stage<TILES> *stage, const many_x &x, uint32_t n_kt, uint32_t tile0,
                         uint32_t kt)
 {
-    const nbi_u32x4 *from = reinterpret_cast<const nbi_u32x4 *>(x.x);
-    for (uint32_t i = threadIdx.x; i < TILES * 64; i += blockDim.x) {
-        const uint32_t tile = i / 64, at = i % 64;
-        const bool take = tile0 + tile < x.n_tiles;
-        const size_t src = ((size_t)(tile0 + tile) * n_kt + kt) * 64 + at;
-        nbi_copy_async(&stage->x[tile][at / NBI_WARP][at % NBI_WARP], from + (take ? src : 0),
-                       take);
-    }
-    for (uint32_t i = threadIdx.x; i < TILES * 2; i += blockDim.x) {
-        const uint32_t tile = i / 2, chunk = kt / nbi_chunk_tiles(KIND);
-        const bool take = tile0 + tile < x.n_tiles;
-        const size_t src = ((size_t)(tile0 + tile) * x.n_chunks + chunk) * 8 + i % 2 * 4;
-        nbi_copy_async(&stage->unit[tile][i % 2 * 4], x.unit + (take ? src : 0), take);
-    }
+    constexpr uint32_t SIDE = THREADS / 64;
+    static_assert(TILES % SIDE == 0 && TILES * 2 <= THREADS, "whole rounds of all threads");
+    const uint32_t tile = threadIdx.x / 64, at = threadIdx.x % 64;
+    const nbi_u32x4 *from =
+        reinterpret_cast<const nbi_u32x4 *>(x.x) + ((size_t)(tile0 + tile) * n_kt + kt) * 64 + at;
+    const size_t step = (size_t)n_kt * 64 * SIDE;
+    nbi_u32x4 *to = &stage->x[tile][0][at];
+#pragma unroll
+    for (uint32_t i = 0; i < TILES / SIDE; i++)
+        nbi_copy_async(to + i * SIDE * 64, from + i * step, tile0 + tile + i * SIDE < x.n_tiles);
+    if (threadIdx.x >= TILES * 2) return;
+    const uint32_t t = tile0 + threadIdx.x / 2, half = threadIdx.x % 2 * 4;
+    const size_t unit = ((size_t)t * x.n_chunks + kt / nbi_chunk_tiles(KIND)) * 8 + half;
+    nbi_copy_async(&stage->unit[threadIdx.x / 2][half], x.unit + unit, t < x.n_tiles);
 }
 
 /* A warp's part: MT row tiles, NT token tiles. */
@@ -160,13 +165,9 @@ static NBI_DEV void put_rows(const nbi_linear_call &a, const many_sums<MT, NT> &
         }
 }
 
-#define ROW_WARPS   4
-#define TOKEN_WARPS 2
-
 /* Warp (i, j) has row tiles i * MT and token tiles j * NT of the block. */
 template <nbi_weight_kind KIND, int MT, int NT>
-static __global__ void __launch_bounds__(ROW_WARPS *TOKEN_WARPS *NBI_WARP, 1)
-    many_kernel(nbi_linear_call a, many_x x)
+static __global__ void __launch_bounds__(THREADS, 1) many_kernel(nbi_linear_call a, many_x x)
 {
     constexpr int TILES = NT * TOKEN_WARPS;
     many_stage<TILES> *stages = nbi_shared<many_stage<TILES>>();
@@ -217,8 +218,7 @@ static void multiply(nbi_cuda *c, const nbi_linear_call *a, const many_x &x)
     constexpr int TILES = NT * TOKEN_WARPS;
     nbi_launch(&c->rt,
                dim3(nbi_ceil_div(a->w.n_rt, MT * ROW_WARPS), nbi_ceil_div(x.n_tiles, TILES)),
-               dim3(ROW_WARPS * TOKEN_WARPS * NBI_WARP), STAGES * sizeof(many_stage<TILES>),
-               many_kernel<KIND, MT, NT>, *a, x);
+               dim3(THREADS), STAGES * sizeof(many_stage<TILES>), many_kernel<KIND, MT, NT>, *a, x);
 }
 
 template <nbi_weight_kind KIND, bool W4A4 = false>
