@@ -10,7 +10,7 @@
 #define NBI_MOE_EXPERTS_MAX 1024u
 
 /* The same matrix of every expert, packed; expert e lies e * stride bytes behind `first`. Gate and
- * up are one interleaved matrix. */
+ * up are one interleaved matrix; in float32 one above the other. */
 struct nbi_moe_weights {
     nbi_cuda_packed first;
     size_t stride;
@@ -57,6 +57,11 @@ NBI_DEV float nbi_moe_swiglu(float gate, float up)
     default: launch<NBI_WEIGHT_FP8_TENSOR>(__VA_ARGS__); break;                  \
     }
 
+static inline bool nbi_moe_has_f32(const nbi_moe_shape *s)
+{
+    return s->kind_gate_up == NBI_WEIGHT_F32 || s->kind_down == NBI_WEIGHT_F32;
+}
+
 /* moe_prepare.cu */
 bool nbi_moe_cuda_supports(const nbi_backend *b, const nbi_moe_shape *shape, char *why,
                            size_t why_bytes);
@@ -68,6 +73,10 @@ void nbi_moe_cuda_release(nbi_backend *b, nbi_moe_layer **layer);
 bool nbi_moe_gemv_fits(const nbi_cuda *c, const nbi_moe_shape *shape); /* into shared memory */
 size_t nbi_moe_gemv_workspace(const nbi_moe_shape *shape, uint32_t max_rows);
 void nbi_moe_gemv_run(nbi_cuda *c, const nbi_moe_layer *l, const nbi_moe_args *a);
+
+/* moe_plain.cu: the two halves of gemv for float32 weights */
+void nbi_moe_plain_gate_up(nbi_cuda *c, const nbi_moe_layer *l, const nbi_moe_args *a, float *h);
+void nbi_moe_plain_down(nbi_cuda *c, const nbi_moe_layer *l, const nbi_moe_args *a, const float *h);
 
 /* moe_grouped.cu */
 bool nbi_moe_grouped_fits(const nbi_cuda *c, const nbi_moe_shape *shape);

@@ -495,6 +495,12 @@ void nbi_moe_gemv_run(nbi_cuda *c, const nbi_moe_layer *l, const nbi_moe_args *a
 {
     if (!a->n_rows) return;
     float *h = static_cast<float *>(a->workspace);
-    NBI_MOE_BY_KIND(l->shape.kind_gate_up, launch_gate_up, c, l, a, h);
-    NBI_MOE_BY_KIND(l->shape.kind_down, launch_down, c, l, a, h);
+    if (l->shape.kind_gate_up == NBI_WEIGHT_F32)
+        nbi_moe_plain_gate_up(c, l, a, h);
+    else
+        NBI_MOE_BY_KIND(l->shape.kind_gate_up, launch_gate_up, c, l, a, h);
+    if (l->shape.kind_down == NBI_WEIGHT_F32)
+        nbi_moe_plain_down(c, l, a, h);
+    else
+        NBI_MOE_BY_KIND(l->shape.kind_down, launch_down, c, l, a, h);
 }

@@ -486,6 +486,7 @@ static uint32_t pass_rows(uint32_t n_rows)
 size_t nbi_moe_grouped_workspace(const nbi_moe_shape *shape, uint32_t max_rows)
 {
     work w = {};
+    if (nbi_moe_has_f32(shape)) return nbi_moe_gemv_workspace(shape, max_rows);
     return lay_out(&w, NULL, shape, pass_rows(max_rows));
 }
 
@@ -502,6 +503,7 @@ static uint32_t most_chunks(const nbi_moe_shape *s)
 
 bool nbi_moe_grouped_fits(const nbi_cuda *c, const nbi_moe_shape *s)
 {
+    if (nbi_moe_has_f32(s)) return nbi_moe_gemv_fits(c, s);
     return product_shared(narrow::TOKENS, most_chunks(s)) <= c->rt.shared_max;
 }
 
@@ -598,6 +600,7 @@ static void run_pass(const pass &s)
 
 void nbi_moe_grouped_run(nbi_cuda *c, const nbi_moe_layer *l, const nbi_moe_args *a)
 {
+    if (nbi_moe_has_f32(&l->shape)) return nbi_moe_gemv_run(c, l, a); /* nothing to gain */
     pass s = {};
     s.c = c;
     s.l = l;

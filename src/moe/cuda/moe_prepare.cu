@@ -12,7 +12,7 @@
 static bool known_kind(nbi_weight_kind kind)
 {
     return kind == NBI_WEIGHT_NVFP4 || kind == NBI_WEIGHT_BF16 || kind == NBI_WEIGHT_F16 ||
-           kind == NBI_WEIGHT_FP8_BLOCK || kind == NBI_WEIGHT_FP8_TENSOR;
+           kind == NBI_WEIGHT_FP8_BLOCK || kind == NBI_WEIGHT_FP8_TENSOR || kind == NBI_WEIGHT_F32;
 }
 
 bool nbi_moe_cuda_supports(const nbi_backend *b, const nbi_moe_shape *s, char *why, size_t n)
@@ -53,7 +53,9 @@ static size_t place(nbi_moe_layer *l)
 {
     const nbi_moe_shape *s = &l->shape;
     char *base = static_cast<char *>(l->block);
-    l->gate_up.first = nbi_packed_at(base, s->kind_gate_up, s->inter, s->hidden, true);
+    const bool f32 = s->kind_gate_up == NBI_WEIGHT_F32;
+    l->gate_up.first =
+        nbi_packed_at(base, s->kind_gate_up, f32 ? 2 * s->inter : s->inter, s->hidden, !f32);
     l->gate_up.stride = nbi_packed_bytes(&l->gate_up.first);
     if (base) base += s->n_experts * l->gate_up.stride;
     l->down.first = nbi_packed_at(base, s->kind_down, s->hidden, s->inter, false);
@@ -81,12 +83,21 @@ static void upload_scales(nbi_cuda *c, const nbi_moe_layer *l, const nbi_moe_exp
 static void pack_experts(nbi_cuda *c, const nbi_moe_layer *l, const nbi_moe_experts *e,
                          nbi_cuda_pack_item *items)
 {
-    const uint32_t n = l->shape.n_experts;
-    for (uint32_t i = 0; i < n; i++) {
-        items[i] = {&e->gate[i], &e->up[i], nbi_moe_expert(l->gate_up, i)};
-        items[n + i] = {&e->down[i], NULL, nbi_moe_expert(l->down, i)};
+    uint32_t n = 0;
+    for (uint32_t i = 0; i < l->shape.n_experts; i++) {
+        const nbi_cuda_packed to = nbi_moe_expert(l->gate_up, i);
+        if (to.kind != NBI_WEIGHT_F32) {
+            items[n++] = {&e->gate[i], &e->up[i], to};
+            continue;
+        }
+        const size_t bytes = (size_t)l->shape.inter * l->shape.hidden * sizeof(float);
+        char *data = static_cast<char *>(const_cast<void *>(to.data));
+        nbi_cuda_upload(c, data, e->gate[i].data, bytes);
+        nbi_cuda_upload(c, data + bytes, e->up[i].data, bytes);
     }
-    nbi_cuda_pack(c, items, 2 * n);
+    for (uint32_t i = 0; i < l->shape.n_experts; i++)
+        items[n++] = {&e->down[i], NULL, nbi_moe_expert(l->down, i)};
+    nbi_cuda_pack(c, items, n);
 }
 
 nb_status nbi_moe_cuda_prepare(nbi_backend *b, nbi_moe_layer **out, const nbi_moe_experts *e,
