@@ -63,10 +63,12 @@ def test_same_bits(name, options, nibble, whole, tmp_path):
 
 
 @pytest.mark.parametrize("name", sorted(n for n, c in CASES.items() if c.has_w4a4))
-def test_nvfp4_activations(name, nibble, table, tmp_path):
-    case = CASES[name]
-    got = compare.score(nibble, case.folder, case.tokens, tmp_path, "--device", "cuda",
-                        "--activations", "w4a4")
-    verdict = compare.judge_w4a4(case, got)
-    table.append(verdict.row)
-    assert verdict.ok, verdict.row
+def test_nvfp4_activations(name, nibble, tmp_path):
+    """As the CPU's fast levels, whose sums round alike; a code that falls the other way is about a thousandth."""
+    case, options = CASES[name], ("--activations", "w4a4", "--kv-cache-dtype", "f32")
+    cpu = compare.score(nibble, case.folder, case.tokens, tmp_path, "--device", "cpu", *options)
+    got = compare.score(nibble, case.folder, case.tokens, tmp_path, "--device", "cuda", *options)
+    away = compare.relative(got, np.concatenate(case.logits()))
+    assert np.median(away) > case.meta["w4a4_distance"] / 2, "weight-only logits came back"
+    near = compare.relative(got, cpu)
+    assert np.median(near) <= compare.LOOSE, f"{name}: {np.median(near):.2e} from the CPU"

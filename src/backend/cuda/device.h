@@ -363,6 +363,99 @@ template <int N> NBI_DEV void nbi_copy_wait()
 #endif
 }
 
+/* ---------------------------------------------------------------- bulk copies, SM90 and above */
+
+/* A barrier in shared memory (mbarrier): a phase ends when `count` arrivals and all bytes that were
+ * announced for it are there. Phases alternate between parity 0 and 1, the first is 0. */
+NBI_DEV void nbi_bar_init(uint64_t *bar, uint32_t count)
+{
+#if NBI_EMULATED
+    nbi_emu_bar_init(bar, count);
+#else
+    const uint32_t at = (uint32_t)__cvta_generic_to_shared(bar);
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(at), "r"(count) : "memory");
+#endif
+}
+
+/* Initialised barriers become known to the copy engine; threads need a block barrier behind. */
+NBI_DEV void nbi_bar_init_done()
+{
+#if !NBI_EMULATED && NBI_SM90
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+#endif
+}
+
+NBI_DEV void nbi_bar_arrive(uint64_t *bar)
+{
+#if NBI_EMULATED
+    nbi_emu_bar_arrive(bar, 0);
+#else
+    const uint32_t at = (uint32_t)__cvta_generic_to_shared(bar);
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(at) : "memory");
+#endif
+}
+
+/* Arrives and announces bytes of copies that will signal this barrier. */
+NBI_DEV void nbi_bar_expect(uint64_t *bar, uint32_t bytes)
+{
+#if NBI_EMULATED
+    nbi_emu_bar_arrive(bar, bytes);
+#elif NBI_SM90
+    const uint32_t at = (uint32_t)__cvta_generic_to_shared(bar);
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(at), "r"(bytes)
+                 : "memory");
+#else
+    __trap();
+#endif
+}
+
+/* Until the phase of that parity has ended. */
+NBI_DEV void nbi_bar_wait(uint64_t *bar, uint32_t parity)
+{
+#if NBI_EMULATED
+    nbi_emu_bar_wait(bar, parity);
+#elif NBI_SM90
+    const uint32_t at = (uint32_t)__cvta_generic_to_shared(bar);
+    uint32_t done = 0;
+    while (!done)
+        asm volatile("{.reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; "
+                     "selp.u32 %0, 1, 0, p;}"
+                     : "=r"(done)
+                     : "r"(at), "r"(parity)
+                     : "memory");
+#else
+    __trap();
+#endif
+}
+
+/* Asynchronous copy of `bytes` to shared memory that signals a barrier; addresses and size are
+ * multiples of 16. The memory is read once. */
+NBI_DEV void nbi_copy_bulk(void *shared, const void *src, uint32_t bytes, uint64_t *bar)
+{
+#if NBI_EMULATED
+    nbi_emu_copy_bulk(shared, src, bytes, bar);
+#elif NBI_SM90
+    const uint32_t to = (uint32_t)__cvta_generic_to_shared(shared);
+    const uint32_t at = (uint32_t)__cvta_generic_to_shared(bar);
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], "
+                 "%2, [%3];" ::"r"(to),
+                 "l"(src), "r"(bytes), "r"(at)
+                 : "memory");
+#else
+    __trap();
+#endif
+}
+
+/* Barrier `id` (1 to 15) of `threads` threads of the block. */
+NBI_DEV void nbi_sync_some(uint32_t id, uint32_t threads)
+{
+#if NBI_EMULATED
+    nbi_emu_sync_some(id, threads);
+#else
+    asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+#endif
+}
+
 /* ---------------------------------------------------------------- matrix units */
 
 /* Four 8 x 8 matrices of 16-bit values; lane i gives the address of row i % 8 of matrix i / 8. */

@@ -11,7 +11,7 @@
 #include <string.h>
 #include <sys/mman.h>
 
-#include <vector>
+#include <deque>
 
 #define MAX_THREADS 1024u
 #define STACK_BYTES (128u << 10)
@@ -27,12 +27,27 @@ struct pending_copy {
     unsigned group;
 };
 
-enum fiber_state { READY, AT_BLOCK, AT_WARP, ENDED };
+struct bulk_copy {
+    void *to;
+    const void *from;
+    uint32_t bytes;
+    uint64_t *bar;
+};
+
+/* An mbarrier: 64 bits of shared memory. */
+struct bar_state {
+    unsigned count : 12, left : 12, phase : 1, unused : 7;
+    int32_t bytes; /* announced and not there yet */
+};
+
+enum fiber_state { READY, AT_BLOCK, AT_WARP, AT_BAR, ENDED };
 
 struct fiber {
     nbi_emu_thread self;
     void *sp;
     fiber_state state;
+    uint64_t *bar; /* AT_BAR: an mbarrier and the parity that it waits for, or a named barrier */
+    uint32_t parity, named;
     unsigned n_copies, group; /* copies on their way; number of the open group */
     pending_copy copies[COPIES_MAX];
 };
@@ -43,6 +58,8 @@ fiber *fibers;
 unsigned char *stacks;
 void *scheduler_sp;
 unsigned n_threads;
+unsigned named_count[16]; /* threads that wait at a named barrier */
+std::deque<bulk_copy> bulk;
 const std::function<void()> *kernel;
 
 } // namespace
@@ -107,7 +124,8 @@ static void start_fiber(unsigned i, dim3 thread, dim3 block)
     fiber *f = &fibers[i];
     f->self = {thread, block, i % 32, i / 32};
     f->state = READY;
-    f->n_copies = f->group = 0;
+    f->n_copies = f->group = f->named = 0;
+    f->bar = NULL;
     void **top = reinterpret_cast<void **>(stacks + (size_t)(i + 1) * STACK_BYTES - 64);
     *--top = NULL; /* where fiber_main would return to */
     void (*entry)() = fiber_main;
@@ -116,10 +134,51 @@ static void start_fiber(unsigned i, dim3 thread, dim3 block)
     f->sp = top;
 }
 
+static bar_state bar_load(const uint64_t *bar)
+{
+    bar_state s;
+    memcpy(&s, bar, sizeof s);
+    return s;
+}
+
+static void bar_store(uint64_t *bar, bar_state s)
+{
+    if (s.left == 0 && s.bytes == 0) { /* the next phase */
+        s.phase ^= 1;
+        s.left = s.count;
+    }
+    memcpy(bar, &s, sizeof s);
+}
+
+/* Threads whose mbarrier's phase has ended go on. */
+static bool open_bars()
+{
+    bool ready = false;
+    for (unsigned i = 0; i < n_threads; i++) {
+        fiber *f = &fibers[i];
+        if (f->state != AT_BAR || f->named || bar_load(f->bar).phase == f->parity) continue;
+        f->state = READY;
+        ready = true;
+    }
+    return ready;
+}
+
+static bool land_bulk_copy()
+{
+    if (bulk.empty()) return false;
+    const bulk_copy c = bulk.front();
+    bulk.pop_front();
+    memcpy(c.to, c.from, c.bytes);
+    bar_state s = bar_load(c.bar);
+    s.bytes -= (int32_t)c.bytes;
+    bar_store(c.bar, s);
+    return true;
+}
+
 /* Opens the barriers whose threads are all there. Returns whether any thread can go on. */
 static bool open_barriers()
 {
-    bool ready = false, block = true;
+    bool ready = open_bars(), block = true;
     for (unsigned w = 0; w * 32 < n_threads; w++) {
         const unsigned end = (w + 1) * 32 < n_threads ? (w + 1) * 32 : n_threads;
         bool all = true;
@@ -139,23 +198,25 @@ static bool open_barriers()
         fibers[i].state = READY;
         ready = true;
     }
+    while (!ready && land_bulk_copy()) ready = open_bars();
     return ready;
 }
 
 static void report_deadlock()
 {
-    unsigned block = 0, warp = 0, ended = 0;
+    unsigned block = 0, warp = 0, bar = 0, ended = 0;
     for (unsigned i = 0; i < n_threads; i++) {
         block += fibers[i].state == AT_BLOCK;
+        bar += fibers[i].state == AT_BAR;
         warp += fibers[i].state == AT_WARP;
         ended += fibers[i].state == ENDED;
     }
     if (ended == n_threads) return;
     fprintf(stderr,
             "CUDA emulation: block (%u, %u, %u) cannot go on: of %u threads %u wait for the block, "
-            "%u for their warp, %u have ended\n",
+            "%u for their warp, %u at other barriers, %u have ended\n",
             fibers[0].self.block.x, fibers[0].self.block.y, fibers[0].self.block.z, n_threads,
-            block, warp, ended);
+            block, warp, bar, ended);
     abort();
 }
 
@@ -174,6 +235,10 @@ static void run_block(dim3 idx)
         }
     } while (open_barriers());
     report_deadlock();
+    if (!bulk.empty()) {
+        fprintf(stderr, "CUDA emulation: %zu bulk copies were never waited for\n", bulk.size());
+        abort();
+    }
 }
 
 void nbi_emu_run(dim3 grid, dim3 block, size_t shared_bytes, const std::function<void()> &body)
@@ -262,6 +327,59 @@ void nbi_emu_copy_wait(int left)
             memset(c.to, 0, 16);
     }
     f->n_copies = kept;
+}
+
+void nbi_emu_bar_init(uint64_t *bar, uint32_t count)
+{
+    const bar_state s = {count, count, 0, 0, 0};
+    memcpy(bar, &s, sizeof s);
+}
+
+void nbi_emu_bar_arrive(uint64_t *bar, uint32_t bytes)
+{
+    bar_state s = bar_load(bar);
+    if (s.left == 0) {
+        fprintf(stderr, "CUDA emulation: more arrivals at a barrier than it counts\n");
+        abort();
+    }
+    s.left--;
+    s.bytes += (int32_t)bytes;
+    bar_store(bar, s);
+}
+
+void nbi_emu_bar_wait(uint64_t *bar, uint32_t parity)
+{
+    fiber *f = current();
+    if (bar_load(bar).phase != parity) return;
+    f->bar = bar;
+    f->parity = parity;
+    leave(AT_BAR);
+}
+
+void nbi_emu_copy_bulk(void *shared, const void *src, uint32_t bytes, uint64_t *bar)
+{
+    if (((uintptr_t)shared | (uintptr_t)src | bytes) & 15u) {
+        fprintf(stderr, "CUDA emulation: bulk copy of %u bytes from %p to %p is not aligned\n",
+                bytes, src, shared);
+        abort();
+    }
+    bulk.push_back({shared, src, bytes, bar});
+}
+
+void nbi_emu_sync_some(uint32_t id, uint32_t threads)
+{
+    fiber *f = current();
+    if (++named_count[id] < threads) {
+        f->named = id;
+        leave(AT_BAR);
+        return;
+    }
+    named_count[id] = 0;
+    for (unsigned i = 0; i < n_threads; i++) {
+        if (fibers[i].state != AT_BAR || fibers[i].named != id) continue;
+        fibers[i].named = 0;
+        fibers[i].state = READY;
+    }
 }
 
 /* ---------------------------------------------------------------- formats */

@@ -4,7 +4,8 @@
  *
  * Static __shared__ variables are function statics (one block runs at a time); dynamic shared
  * memory is filled with NaN before every block. Asynchronous copies happen at the wait that they
- * are waited for by, never earlier, so that a missing wait is seen. A block whose threads wait for
+ * are waited for by (bulk copies: when some thread waits and nothing else can go on), never
+ * earlier, so that a missing wait is seen. A block whose threads wait for
  * each other for ever aborts with a sentence. Grid-wide barriers are not emulated. */
 #pragma once
 
@@ -57,6 +58,11 @@ uint16_t nbi_emu_to_f16(float x);
 void nbi_emu_copy_async(void *shared, const void *src, bool take);
 void nbi_emu_copy_commit();
 void nbi_emu_copy_wait(int left);
+void nbi_emu_bar_init(uint64_t *bar, uint32_t count);
+void nbi_emu_bar_arrive(uint64_t *bar, uint32_t bytes);
+void nbi_emu_bar_wait(uint64_t *bar, uint32_t parity);
+void nbi_emu_copy_bulk(void *shared, const void *src, uint32_t bytes, uint64_t *bar);
+void nbi_emu_sync_some(uint32_t id, uint32_t threads);
 void nbi_emu_ldmatrix(uint32_t r[4], const void *shared);
 void nbi_emu_ldmatrix_trans(uint32_t r[4], const void *shared);
 void nbi_emu_mma(float d[4], const uint32_t a[4], const uint32_t b[2], bool bf16);

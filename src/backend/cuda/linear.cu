@@ -1,5 +1,6 @@
 /* The operator y = x W^T + bias: which kernel. Callers: the backend's table. */
 #include "backend/cuda/cuda_linear.h"
+#include "backend/cuda/stream_linear.h"
 
 size_t nbi_cuda_linear_scratch(const nbi_cuda *c, const nbi_limits *limits)
 {
@@ -28,7 +29,9 @@ void nbi_cuda_linear(nbi_backend *b, const nbi_linear_args *a)
     }
     if (c->base.w4a4 && w->kind == NBI_WEIGHT_NVFP4 && a->w->host.input_scale > 0)
         call.input_scale = a->w->host.input_scale;
-    if (a->n_rows <= NBI_LINEAR_FEW)
+    if (nbi_cuda_stream_fits(c, a, 1))
+        nbi_cuda_stream_linear(c, a, 1);
+    else if (a->n_rows <= NBI_LINEAR_FEW)
         nbi_linear_few(c, &call);
     else
         nbi_linear_many(c, &call);

@@ -78,6 +78,10 @@ void nbi_moe_gemv_run(nbi_cuda *c, const nbi_moe_layer *l, const nbi_moe_args *a
 void nbi_moe_plain_gate_up(nbi_cuda *c, const nbi_moe_layer *l, const nbi_moe_args *a, float *h);
 void nbi_moe_plain_down(nbi_cuda *c, const nbi_moe_layer *l, const nbi_moe_args *a, const float *h);
 
+/* moe_stream.cu: one row, on devices with bulk copies; the workspace is that of moe_gemv.cu. */
+bool nbi_moe_stream_fits(const nbi_cuda *c, const nbi_moe_layer *l, const nbi_moe_args *a);
+void nbi_moe_stream_run(nbi_cuda *c, const nbi_moe_layer *l, const nbi_moe_args *a);
+
 /* moe_grouped.cu */
 bool nbi_moe_grouped_fits(const nbi_cuda *c, const nbi_moe_shape *shape);
 size_t nbi_moe_grouped_workspace(const nbi_moe_shape *shape, uint32_t max_rows);

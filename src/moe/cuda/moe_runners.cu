@@ -39,7 +39,11 @@ static size_t most_workspace(const nbi_backend *b, const nbi_moe_shape *s, uint3
 
 static void run_gemv(nbi_backend *b, const nbi_moe_layer *l, const nbi_moe_args *a)
 {
-    nbi_moe_gemv_run(nbi_cuda_of(b), l, a);
+    nbi_cuda *c = nbi_cuda_of(b);
+    if (nbi_moe_stream_fits(c, l, a))
+        nbi_moe_stream_run(c, l, a);
+    else
+        nbi_moe_gemv_run(c, l, a);
 }
 
 static void run_grouped(nbi_backend *b, const nbi_moe_layer *l, const nbi_moe_args *a)
@@ -51,7 +55,7 @@ static void run_best(nbi_backend *b, const nbi_moe_layer *l, const nbi_moe_args 
 {
     nbi_cuda *c = nbi_cuda_of(b);
     if (a->n_rows <= GEMV_ROWS && nbi_moe_gemv_fits(c, &l->shape))
-        nbi_moe_gemv_run(c, l, a);
+        run_gemv(b, l, a);
     else
         nbi_moe_grouped_run(c, l, a);
 }

@@ -1,0 +1,406 @@
+/* Products of few tokens at the rate of the memory: weights come by bulk copies into a ring in
+ * shared memory, asked for by one thread as far ahead as the ring holds, also across the end of
+ * the kernel before. Callers: stream_linear.cu and the MoE runners.
+ *
+ * A unit is a chunk (256 columns; FP8_BLOCK 128) of a row tile. A tile has n_parts x n_chunks
+ * units: one part for a matrix, one for each expert of a row where experts are summed. Warps take
+ * units in turn; the sums of a unit (p_c of tile.h) meet in shared memory, and one warp adds the
+ * chunks of a tile in ascending order: numerics are those of tile.h, whatever the number of warps
+ * and blocks.
+ *
+ * WORK tells what to do:
+ *   WAITS                        weights' addresses are known only behind nbi_wait_before()
+ *   n_tiles, n_parts, n_chunks, cols, n_tokens
+ *   begin(notes)                 all threads: what at() and x() need into 256 bytes of notes, also
+ *                                behind the wait if WAITS; a barrier follows
+ *   at(notes, tile, part, &w)    the packed matrix and the row tile in it (returned)
+ *   x(notes, token, part)        its row of activations, or NULL for zeros
+ *   x_fast                       rows of x may be read 16 bytes at a time
+ *   result, part(), finish()     what becomes of the sums: see nbi_stream_reduce */
+#pragma once
+
+#include "backend/cuda/tile.h"
+
+#define NBI_STREAM_TOKENS 16u
+#define NBI_STREAM_RING   (96u << 10) /* bytes at most */
+#define NBI_STREAM_STAGES 64u
+#define NBI_STREAM_WARPS  16u /* at most, and one that asks for weights */
+#define NBI_STREAM_ROUND  24u /* units between two times of adding up, where a tile has fewer */
+
+__host__ __device__ constexpr uint32_t nbi_stream_unit_bytes(nbi_weight_kind kind)
+{
+    return nbi_chunk_tiles(kind) * (nbi_tile_bytes(kind) + (kind == NBI_WEIGHT_NVFP4 ? 64u : 0u)) +
+           64u; /* row scales of the tile, in its first unit */
+}
+
+/* How a launch is cut; the same on both sides. */
+struct nbi_stream_plan {
+    uint32_t warps;       /* that multiply */
+    uint32_t round_tiles; /* tiles whose chunks are added up together */
+    uint32_t stages;      /* units in the ring; fewer than `warps`: it does not fit */
+    uint32_t window;      /* units between two barriers: at most the ring, so that whoever waits for
+                             a stage knows that the unit before in it is done with */
+    uint32_t pad_tokens;  /* tokens that x has room for: 1, 8 or 16 */
+    uint32_t sum_floats;  /* of a unit */
+    uint32_t x_bytes, scale_bytes, shared; /* of shared memory */
+};
+
+/* Tiles that give every warp the same number of units, if that takes no more than a round. */
+inline uint32_t nbi_stream_round_tiles(uint32_t units, uint32_t warps)
+{
+    uint32_t n = 1;
+    while (n * units % warps && (n + 1) * units <= NBI_STREAM_ROUND) n++;
+    if (n * units % warps) n = units < NBI_STREAM_ROUND ? NBI_STREAM_ROUND / units : 1;
+    return n < warps ? n : warps;
+}
+
+inline nbi_stream_plan nbi_stream_plan_for(nbi_weight_kind kind, uint32_t n_parts,
+                                           uint32_t n_chunks, uint32_t n_tokens,
+                                           uint32_t shared_max)
+{
+    nbi_stream_plan p = {};
+    const uint32_t units = n_parts * n_chunks, unit_bytes = nbi_stream_unit_bytes(kind);
+    p.pad_tokens = n_tokens == 1 ? 1 : n_tokens <= 8 ? 8 : 16;
+    p.sum_floats = p.pad_tokens == 1 ? 16 : p.pad_tokens * 16;
+    p.x_bytes = units * nbi_chunk_tiles(kind) * NBI_TILE_COLS * 2 * p.pad_tokens;
+    p.scale_bytes = (units * p.pad_tokens * 4 + 127) / 128 * 128;
+    p.warps = units % 3 == 0 && units % 16 ? 12 : 16;
+    for (; p.warps >= 4; p.warps -= 4) { /* many warps want a ring of as many units */
+        p.round_tiles = nbi_stream_round_tiles(units, p.warps);
+        const uint32_t sums = units * p.sum_floats + n_parts * NBI_TILE_ROWS; /* floats of a tile */
+        const uint32_t rest =
+            2048 + p.x_bytes + p.scale_bytes + 2 * p.round_tiles * sums * (uint32_t)sizeof(float);
+        /* half of what there is, so that the next kernel's ring fills while this one ends */
+        const uint32_t share = shared_max / 2 - 512;
+        uint32_t ring = share > rest ? share - rest : 0;
+        if (ring < 4 * unit_bytes && shared_max > rest) ring = shared_max - rest;
+        p.stages = (ring < NBI_STREAM_RING ? ring : NBI_STREAM_RING) / unit_bytes;
+        if (p.stages > NBI_STREAM_STAGES) p.stages = NBI_STREAM_STAGES;
+        p.shared = rest + p.stages * unit_bytes;
+        if (p.stages >= p.warps) break;
+    }
+    p.window = p.stages / (p.warps ? p.warps : 1) * p.warps;
+    return p;
+}
+
+inline bool nbi_stream_plan_fits(const nbi_stream_plan &p)
+{
+    return p.warps >= 4 && p.stages >= p.warps;
+}
+
+/* Shared memory of a block. */
+struct nbi_stream_shared {
+    uint64_t *full, *empty; /* [stages] */
+    char *ring;
+    uint32_t *x; /* [k-steps of all parts][pad_tokens][4 lanes][2 words] */
+    float *unit; /* [part][chunk][pad_tokens]: 2^e */
+    float *sums; /* [2][tiles of a round], each [units][sum_floats], then [parts][16] row scales */
+    uint32_t *notes; /* WORK's */
+};
+
+template <nbi_weight_kind KIND> NBI_DEV nbi_stream_shared nbi_stream_carve(const nbi_stream_plan &p)
+{
+    char *at = nbi_shared<char>();
+    nbi_stream_shared s;
+    s.full = reinterpret_cast<uint64_t *>(at);
+    s.empty = s.full + NBI_STREAM_STAGES;
+    s.notes = reinterpret_cast<uint32_t *>(s.empty + NBI_STREAM_STAGES);
+    at += 2048;
+    s.ring = at;
+    at += p.stages * nbi_stream_unit_bytes(KIND);
+    s.x = reinterpret_cast<uint32_t *>(at);
+    at += p.x_bytes;
+    s.unit = reinterpret_cast<float *>(at);
+    at += p.scale_bytes;
+    s.sums = reinterpret_cast<float *>(at);
+    return s;
+}
+
+/* The tiles of a block: blockIdx.x, and every gridDim.x-th behind it. */
+template <class WORK> NBI_DEV uint32_t nbi_stream_own_tiles(const WORK &w)
+{
+    return w.n_tiles > blockIdx.x ? (w.n_tiles - blockIdx.x - 1) / gridDim.x + 1 : 0;
+}
+
+/* One thread: asks for the units of all tiles of the block, in order. */
+template <nbi_weight_kind KIND, class WORK>
+NBI_DEV void nbi_stream_ask(const WORK &w, const nbi_stream_plan &plan, const nbi_stream_shared &s)
+{
+    constexpr uint32_t CT = nbi_chunk_tiles(KIND), TILE = nbi_tile_bytes(KIND);
+    constexpr uint32_t SCALES = KIND == NBI_WEIGHT_NVFP4 ? 64u : 0u;
+    const uint32_t n = nbi_stream_own_tiles(w);
+    uint32_t stage = 0, turn = 0;
+    for (uint32_t i = 0; i < n; i++) {
+        for (uint32_t part = 0; part < w.n_parts; part++) {
+            nbi_cuda_packed m;
+            const size_t first =
+                (size_t)w.at(s.notes, blockIdx.x + i * gridDim.x, part, &m) * m.n_kt;
+            for (uint32_t c = 0; c < w.n_chunks; c++) {
+                const uint32_t kt = c * CT, left = m.n_kt - kt, tiles = left < CT ? left : CT;
+                if (turn) nbi_bar_wait(&s.empty[stage], (turn - 1) & 1u);
+                char *to = s.ring + stage * nbi_stream_unit_bytes(KIND);
+                nbi_bar_expect(&s.full[stage], tiles * (TILE + SCALES) + (c ? 0 : 64));
+                nbi_copy_bulk(to, static_cast<const char *>(m.data) + (first + kt) * TILE,
+                              tiles * TILE, &s.full[stage]);
+                if (SCALES)
+                    nbi_copy_bulk(to + CT * TILE,
+                                  static_cast<const char *>(m.scales) + (first + kt) * SCALES,
+                                  tiles * SCALES, &s.full[stage]);
+                if (c == 0)
+                    nbi_copy_bulk(to + CT * (TILE + SCALES),
+                                  m.row_scale + first / m.n_kt * NBI_TILE_ROWS, 64, &s.full[stage]);
+                if (++stage == plan.stages) stage = 0, turn++;
+            }
+        }
+    }
+}
+
+/* One warp: a chunk of a token's x to B fragments in shared memory, and its 2^e. */
+template <nbi_weight_kind KIND>
+NBI_DEV void nbi_stream_put_x(const nbi_stream_plan &plan, const nbi_stream_shared &s,
+                              uint32_t unit, uint32_t token, const float *row, uint32_t first,
+                              uint32_t cols, bool fast)
+{
+    constexpr uint32_t COLS = nbi_chunk_tiles(KIND) * NBI_TILE_COLS, LOADS = COLS / 128;
+    const uint32_t lane = (uint32_t)nbi_lane();
+    nbi_f32x4 v[LOADS];
+    uint32_t most = 0;
+#pragma unroll
+    for (uint32_t i = 0; i < LOADS; i++) {
+        v[i] = nbi_x_load(row, first + i * 128 + 4 * lane, row ? cols : 0, fast);
+        most = nbi_amax_bits(most, v[i]);
+    }
+    int e = 0;
+    if (KIND != NBI_WEIGHT_BF16) {
+#pragma unroll
+        for (int d = 16; d; d >>= 1) {
+            const uint32_t other = __shfl_xor_sync(NBI_FULL_MASK, most, d);
+            most = other > most ? other : most;
+        }
+        e = nbi_chunk_exponent(most);
+    }
+#pragma unroll
+    for (uint32_t i = 0; i < LOADS; i++) {
+        uint32_t b[2];
+        nbi_x_fragment<KIND>(b, v[i], nbi_pow2(-e));
+        const uint32_t step = unit * (COLS / 16) + (i * 32 + lane) / 4;
+        uint32_t *to = s.x + ((size_t)(step * plan.pad_tokens + token) * 4 + lane % 4) * 2;
+        to[0] = b[0];
+        to[1] = b[1];
+    }
+    if (lane == 0) s.unit[unit * plan.pad_tokens + token] = nbi_pow2(e);
+}
+
+/* The warps that multiply: all of x. A barrier follows. */
+template <nbi_weight_kind KIND, class WORK>
+NBI_DEV void nbi_stream_take_x(const WORK &w, const nbi_stream_plan &plan,
+                               const nbi_stream_shared &s, uint32_t warp)
+{
+    constexpr uint32_t COLS = nbi_chunk_tiles(KIND) * NBI_TILE_COLS;
+    const uint32_t units = w.n_parts * w.n_chunks;
+    for (uint32_t i = warp; i < units * plan.pad_tokens; i += plan.warps) {
+        const uint32_t token = i / units, unit = i % units, part = unit / w.n_chunks;
+        const float *row = token < w.n_tokens ? w.x(s.notes, token, part) : nullptr;
+        nbi_stream_put_x<KIND>(plan, s, unit, token, row, unit % w.n_chunks * COLS, w.cols,
+                               w.x_fast);
+    }
+}
+
+/* The B fragments of k-step `step`; lanes of tokens that have no room in x get zeros. */
+template <uint32_t NT>
+NBI_DEV void nbi_stream_x(uint32_t b[NT][2], const nbi_stream_plan &plan,
+                          const nbi_stream_shared &s, uint32_t step)
+{
+    const uint32_t lane = (uint32_t)nbi_lane();
+    if (NT == 1 && plan.pad_tokens == 1) {
+        b[0][0] = b[0][1] = 0;
+        if (lane >= 4) return;
+        const nbi_u32x2 v = *reinterpret_cast<const nbi_u32x2 *>(s.x + (step * 4 + lane) * 2);
+        b[0][0] = v.v[0];
+        b[0][1] = v.v[1];
+        return;
+    }
+#pragma unroll
+    for (uint32_t j = 0; j < NT; j++) {
+        const size_t at = ((size_t)(step * plan.pad_tokens + j * 8) * 4 + lane) * 2;
+        const nbi_u32x2 v = *reinterpret_cast<const nbi_u32x2 *>(s.x + at);
+        b[j][0] = v.v[0];
+        b[j][1] = v.v[1];
+    }
+}
+
+/* One lane's part of a tile that lies in the ring. */
+template <nbi_weight_kind KIND>
+NBI_DEV void nbi_stream_tile(nbi_tile<KIND> *t, const char *unit, uint32_t tile)
+{
+    const uint32_t lane = (uint32_t)nbi_lane();
+    const char *at = unit + tile * nbi_tile_bytes(KIND) + lane * 16;
+    if constexpr (KIND == NBI_WEIGHT_NVFP4) {
+        t->codes = *reinterpret_cast<const nbi_u32x4 *>(at);
+        t->scales = *reinterpret_cast<const nbi_u32x2 *>(
+            unit + nbi_chunk_tiles(KIND) * nbi_tile_bytes(KIND) + tile * 64 + lane / 4 * 8);
+    } else {
+#pragma unroll
+        for (uint32_t i = 0; i < nbi_tile_bytes(KIND) / 512; i++)
+            t->v[i] = *reinterpret_cast<const nbi_u32x4 *>(at + i * 512);
+    }
+}
+
+/* [16], in the first unit of a tile. */
+template <nbi_weight_kind KIND> NBI_DEV const float *nbi_stream_row_scales(const char *unit)
+{
+    return reinterpret_cast<const float *>(unit + nbi_stream_unit_bytes(KIND) - 64);
+}
+
+/* p of a unit whose x begins at k-step `step`. */
+template <nbi_weight_kind KIND, uint32_t NT>
+NBI_DEV void nbi_stream_multiply(float p[NT][4], const char *unit, uint32_t tiles, uint32_t step,
+                                 const nbi_stream_plan &plan, const nbi_stream_shared &s)
+{
+#pragma unroll
+    for (uint32_t j = 0; j < NT; j++) p[j][0] = p[j][1] = p[j][2] = p[j][3] = 0;
+#pragma unroll
+    for (uint32_t k = 0; k < nbi_chunk_tiles(KIND); k++) {
+        if (k >= tiles) break;
+        nbi_tile<KIND> t;
+        nbi_stream_tile<KIND>(&t, unit, k);
+#pragma unroll
+        for (uint32_t q = 0; q < NBI_TILE_STEPS; q++) {
+            uint32_t a[4], b[NT][2];
+            t.fragment(a, q);
+            nbi_stream_x<NT>(b, plan, s, step + k * NBI_TILE_STEPS + q);
+#pragma unroll
+            for (uint32_t j = 0; j < NT; j++) nbi_tile_mma<KIND>(p[j], a, b[j]);
+        }
+    }
+}
+
+/* p of a unit to shared memory and back. Of one token there is one column, in lanes with t = 0. */
+template <uint32_t NT>
+NBI_DEV void nbi_stream_put_sums(float *sums, const nbi_stream_plan &plan, const float p[NT][4])
+{
+    const uint32_t lane = (uint32_t)nbi_lane();
+    if (plan.pad_tokens == 1) {
+        if (lane % 4 == 0)
+            *reinterpret_cast<nbi_f32x2 *>(sums + lane / 4 * 2) = {{p[0][0], p[0][2]}};
+        return;
+    }
+#pragma unroll
+    for (uint32_t j = 0; j < NT; j++)
+        *reinterpret_cast<nbi_f32x4 *>(sums + (j * 32 + lane) *
+                                                  4) = {{p[j][0], p[j][1], p[j][2], p[j][3]}};
+}
+
+NBI_DEV nbi_f32x4 nbi_stream_get_sums(const float *sums, const nbi_stream_plan &plan, uint32_t j)
+{
+    const uint32_t lane = (uint32_t)nbi_lane();
+    if (plan.pad_tokens > 1)
+        return *reinterpret_cast<const nbi_f32x4 *>(sums + (j * 32 + lane) * 4);
+    const nbi_f32x2 v = *reinterpret_cast<const nbi_f32x2 *>(sums + lane / 4 * 2);
+    return {{v.v[0], 0, v.v[1], 0}};
+}
+
+/* One warp: adds the chunks of every part of a tile and hands the sums to WORK::finish(), which
+ * gets them part by part in ascending order: y[i] of token 2 (lane % 4) + i % 2 (+ 8 j), row
+ * lane / 4 (+ 8 for i >= 2) of the tile; scale: row_scale of the two rows. */
+template <nbi_weight_kind KIND, uint32_t NT, class WORK>
+NBI_DEV void nbi_stream_reduce(const WORK &w, const nbi_stream_plan &plan,
+                               const nbi_stream_shared &s, const float *sums, uint32_t tile)
+{
+    const uint32_t lane = (uint32_t)nbi_lane(), t = lane % 4, units = w.n_parts * w.n_chunks;
+    typename WORK::result out[NT] = {};
+    for (uint32_t part = 0; part < w.n_parts; part++) {
+        nbi_cuda_packed m;
+        uint32_t rt = 0;
+        if (KIND == NBI_WEIGHT_FP8_BLOCK) rt = w.at(s.notes, tile, part, &m);
+        const float *rows = sums + units * plan.sum_floats + part * NBI_TILE_ROWS;
+        const float scale[2] = {rows[lane / 4], rows[lane / 4 + 8]};
+        float y[NT][4] = {};
+        for (uint32_t c = 0; c < w.n_chunks; c++) {
+            const uint32_t unit = part * w.n_chunks + c;
+            nbi_f32x2 block = {{1.0f, 1.0f}};
+            if (KIND == NBI_WEIGHT_FP8_BLOCK) block = nbi_tile_block_scale<KIND>(m, rt, c);
+#pragma unroll
+            for (uint32_t j = 0; j < NT; j++) {
+                const nbi_f32x4 p = nbi_stream_get_sums(sums + unit * plan.sum_floats, plan, j);
+                const float *u = s.unit + unit * plan.pad_tokens;
+                const uint32_t token = j * 8 + 2 * t;
+                const float two[2] = {token < plan.pad_tokens ? u[token] : 0.0f,
+                                      token + 1 < plan.pad_tokens ? u[token + 1] : 0.0f};
+                nbi_chunk_add(y[j], p.v, two, block);
+            }
+        }
+#pragma unroll
+        for (uint32_t j = 0; j < NT; j++) w.part(s.notes, &out[j], y[j], scale, part);
+    }
+#pragma unroll
+    for (uint32_t j = 0; j < NT; j++) w.finish(s.notes, out[j], tile, lane / 4, j * 8 + 2 * t);
+}
+
+/* The warps that multiply, over all tiles of the block. */
+template <nbi_weight_kind KIND, uint32_t NT, class WORK>
+NBI_DEV void nbi_stream_consume(const WORK &w, const nbi_stream_plan &plan,
+                                const nbi_stream_shared &s, uint32_t warp)
+{
+    constexpr uint32_t CT = nbi_chunk_tiles(KIND);
+    const uint32_t lane = (uint32_t)nbi_lane();
+    const uint32_t n = nbi_stream_own_tiles(w), units = w.n_parts * w.n_chunks;
+    const uint32_t n_kt = (w.cols + NBI_TILE_COLS - 1) / NBI_TILE_COLS;
+    const uint32_t tile_floats = units * plan.sum_floats + w.n_parts * NBI_TILE_ROWS;
+    uint32_t before = 0; /* units of the rounds before */
+    for (uint32_t first = 0, side = 0; first < n; first += plan.round_tiles, side ^= 1) {
+        const uint32_t left = n - first, tiles = left < plan.round_tiles ? left : plan.round_tiles;
+        const uint32_t all = tiles * units;
+        float *sums = s.sums + side * plan.round_tiles * tile_floats;
+        for (uint32_t from = 0; from < all; from += plan.window) {
+            const uint32_t end = from + plan.window < all ? from + plan.window : all;
+            for (uint32_t u = from + warp; u < end; u += plan.warps) {
+                const uint32_t i = before + u, stage = i % plan.stages;
+                const uint32_t unit = u % units, kt = unit % w.n_chunks * CT;
+                nbi_bar_wait(&s.full[stage], i / plan.stages & 1u);
+                const char *at = s.ring + stage * nbi_stream_unit_bytes(KIND);
+                float *to = sums + u / units * tile_floats;
+                float p[NT][4];
+                nbi_stream_multiply<KIND, NT>(p, at, n_kt - kt < CT ? n_kt - kt : CT,
+                                              unit * CT * NBI_TILE_STEPS, plan, s);
+                if (kt == 0 && lane < NBI_TILE_ROWS)
+                    to[units * plan.sum_floats + unit / w.n_chunks * NBI_TILE_ROWS + lane] =
+                        nbi_stream_row_scales<KIND>(at)[lane];
+                __syncwarp();
+                if (lane == 0) nbi_bar_arrive(&s.empty[stage]);
+                nbi_stream_put_sums<NT>(to + unit * plan.sum_floats, plan, p);
+            }
+            nbi_sync_some(1, plan.warps * 32);
+        }
+        before += all;
+        if (warp < tiles)
+            nbi_stream_reduce<KIND, NT>(w, plan, s, sums + warp * tile_floats,
+                                        blockIdx.x + (first + warp) * gridDim.x);
+    }
+}
+
+/* The whole kernel: plan.warps * 32 + 32 threads. */
+template <nbi_weight_kind KIND, uint32_t NT, class WORK>
+NBI_DEV void nbi_stream_run(const WORK &w, const nbi_stream_plan &plan)
+{
+    const nbi_stream_shared s = nbi_stream_carve<KIND>(plan);
+    const uint32_t warp = threadIdx.x / 32;
+    if (threadIdx.x < plan.stages) { /* no more than there are threads */
+        nbi_bar_init(&s.full[threadIdx.x], 1);
+        nbi_bar_init(&s.empty[threadIdx.x], 1);
+    }
+    nbi_bar_init_done();
+    if (WORK::WAITS) nbi_wait_before();
+    w.begin(s.notes);
+    __syncthreads();
+    nbi_let_next(); /* if WAITS, the next kernel may count on what we waited for */
+    if (warp == plan.warps) {
+        if (nbi_lane() == 0) nbi_stream_ask<KIND>(w, plan, s);
+        if (!WORK::WAITS) nbi_wait_before();
+        return;
+    }
+    if (!WORK::WAITS) nbi_wait_before();
+    nbi_stream_take_x<KIND>(w, plan, s, warp);
+    nbi_sync_some(1, plan.warps * 32);
+    nbi_stream_consume<KIND, NT>(w, plan, s, warp);
+}

@@ -1,0 +1,218 @@
+/* One row: the weights of its experts stream (stream.h). Two kernels; same bits as moe_gemv.cu.
+ * Callers: moe_runners.cu.
+ *
+ *   gate_up  tiles of all chosen experts, one behind the other; waits for the ids
+ *   down     a tile of the output has a part for every slot, summed in their order. It asks for
+ *            weights before gate_up has ended: gate_up lets it start only when the ids were there
+ *            (its nbi_let_next() stands behind its nbi_wait_before()), and reads them past the L1
+ *            cache */
+#include "backend/cuda/stream.h"
+#include "moe/cuda/moe_cuda.h"
+
+#define SLOTS NBI_MOE_TOP_K_MAX /* of a row */
+#define NONE  0xffffffffu       /* a slot without an expert */
+
+/* notes[slot]: the expert; notes[SLOTS + slot]: its weight. Read past the L1 cache: down does this
+ * before gate_up has ended. */
+static NBI_DEV void note_experts(uint32_t *notes, const int32_t *ids, const float *weights,
+                                 uint32_t n, uint32_t n_experts)
+{
+    if (threadIdx.x >= n) return;
+    const int32_t e = nbi_load_fresh(ids + threadIdx.x);
+    notes[threadIdx.x] = e >= 0 && (uint32_t)e < n_experts ? (uint32_t)e : NONE;
+    if (!weights) return;
+    notes[SLOTS + threadIdx.x] =
+        (uint32_t)nbi_load_fresh(reinterpret_cast<const int32_t *>(weights) + threadIdx.x);
+}
+
+struct gate_up_work {
+    static constexpr bool WAITS = true;
+    struct result {
+        float y[4];
+    };
+
+    nbi_moe_weights w;
+    const float *row; /* [hidden] */
+    float *h;         /* [top_k][inter] */
+    const int32_t *ids;
+    uint32_t n_experts;
+    uint32_t n_tiles, n_parts, n_chunks, cols, n_tokens;
+    bool x_fast;
+
+    NBI_DEV void begin(uint32_t *notes) const
+    {
+        note_experts(notes, ids, nullptr, n_tiles / w.first.n_rt, n_experts);
+    }
+
+    NBI_DEV uint32_t at(const uint32_t *notes, uint32_t tile, uint32_t, nbi_cuda_packed *m) const
+    {
+        const uint32_t e = notes[tile / w.first.n_rt];
+        *m = nbi_moe_expert(w, e == NONE ? 0 : e); /* of no expert: read, not used */
+        return tile % w.first.n_rt;
+    }
+
+    NBI_DEV const float *x(const uint32_t *, uint32_t, uint32_t) const
+    {
+        return row;
+    }
+
+    NBI_DEV void part(const uint32_t *, result *out, const float y[4], const float scale[2],
+                      uint32_t) const
+    {
+#pragma unroll
+        for (uint32_t i = 0; i < 4; i++) out->y[i] = y[i] * scale[i / 2];
+    }
+
+    NBI_DEV void finish(const uint32_t *notes, const result &r, uint32_t tile, uint32_t g,
+                        uint32_t token) const
+    {
+        const uint32_t slot = tile / w.first.n_rt, at_row = tile % w.first.n_rt * 8 + g;
+        if (token || at_row >= w.first.rows || notes[slot] == NONE) return;
+        h[(size_t)slot * w.first.rows + at_row] = nbi_moe_swiglu(r.y[0], r.y[2]);
+    }
+};
+
+struct down_work {
+    static constexpr bool WAITS = false;
+    struct result {
+        float y[4];
+    };
+
+    nbi_moe_weights w;
+    const float *h;
+    float *out;
+    const int32_t *ids;
+    const float *weights;
+    uint32_t n_experts;
+    uint32_t n_tiles, n_parts, n_chunks, cols, n_tokens;
+    bool x_fast;
+
+    NBI_DEV void begin(uint32_t *notes) const
+    {
+        note_experts(notes, ids, weights, n_parts, n_experts);
+    }
+
+    NBI_DEV uint32_t at(const uint32_t *notes, uint32_t tile, uint32_t slot,
+                        nbi_cuda_packed *m) const
+    {
+        *m = nbi_moe_expert(w, notes[slot] == NONE ? 0 : notes[slot]);
+        return tile;
+    }
+
+    NBI_DEV const float *x(const uint32_t *notes, uint32_t, uint32_t slot) const
+    {
+        return notes[slot] == NONE ? nullptr : h + (size_t)slot * w.first.cols;
+    }
+
+    NBI_DEV void part(const uint32_t *notes, result *sum, const float y[4], const float scale[2],
+                      uint32_t slot) const
+    {
+        if (notes[slot] == NONE) return;
+#pragma unroll
+        for (uint32_t i = 0; i < 4; i += 2) {
+            const float v = y[i] * scale[i / 2];
+            sum->y[i] = fmaf(nbi_float(notes[SLOTS + slot]), v, sum->y[i]);
+        }
+    }
+
+    NBI_DEV void finish(const uint32_t *, const result &r, uint32_t tile, uint32_t g,
+                        uint32_t token) const
+    {
+        if (token) return;
+#pragma unroll
+        for (uint32_t i = 0; i < 4; i += 2) {
+            const uint32_t at_row = tile * 16 + g + i / 2 * 8;
+            if (at_row < w.first.rows) out[at_row] = r.y[i];
+        }
+    }
+};
+
+template <nbi_weight_kind KIND>
+static __global__ void __launch_bounds__((NBI_STREAM_WARPS + 1) * 32)
+    stream_gate_up_kernel(const __grid_constant__ gate_up_work w,
+                          const __grid_constant__ nbi_stream_plan plan)
+{
+    nbi_stream_run<KIND, 1>(w, plan);
+}
+
+template <nbi_weight_kind KIND>
+static __global__ void __launch_bounds__((NBI_STREAM_WARPS + 1) * 32)
+    stream_down_kernel(const __grid_constant__ down_work w,
+                       const __grid_constant__ nbi_stream_plan plan)
+{
+    nbi_stream_run<KIND, 1>(w, plan);
+}
+
+static uint32_t chunks_of(const nbi_cuda_packed *p)
+{
+    return nbi_ceil_div(p->n_kt, nbi_chunk_tiles(p->kind));
+}
+
+static nbi_stream_plan plan_for(const nbi_cuda *c, const nbi_cuda_packed *p, uint32_t parts)
+{
+    return nbi_stream_plan_for(p->kind, parts, chunks_of(p), 1, (uint32_t)c->rt.shared_max);
+}
+
+static dim3 grid_for(const nbi_cuda *c, uint32_t n_tiles)
+{
+    const uint32_t sms = (uint32_t)c->rt.n_sms;
+    return dim3(n_tiles < sms ? n_tiles : sms);
+}
+
+bool nbi_moe_stream_fits(const nbi_cuda *c, const nbi_moe_layer *l, const nbi_moe_args *a)
+{
+    const nbi_moe_shape *s = &l->shape;
+    if (c->rt.sm < 90 || a->n_rows != 1 || s->w4a4) return false;
+    if (s->kind_gate_up == NBI_WEIGHT_F32 || s->kind_down == NBI_WEIGHT_F32) return false;
+    return nbi_stream_plan_fits(plan_for(c, &l->gate_up.first, 1)) &&
+           nbi_stream_plan_fits(plan_for(c, &l->down.first, s->top_k));
+}
+
+template <nbi_weight_kind KIND>
+static void launch_gate_up(nbi_cuda *c, const nbi_moe_layer *l, const nbi_moe_args *a, float *h)
+{
+    const nbi_cuda_packed &m = l->gate_up.first;
+    gate_up_work w = {};
+    w.w = l->gate_up;
+    w.row = static_cast<const float *>(a->x);
+    w.h = h;
+    w.ids = a->ids;
+    w.n_experts = l->shape.n_experts;
+    w.n_tiles = l->shape.top_k * m.n_rt;
+    w.n_parts = w.n_tokens = 1;
+    w.n_chunks = chunks_of(&m);
+    w.cols = m.cols;
+    w.x_fast = ((uintptr_t)a->x & 15u) == 0 && m.cols % 4 == 0;
+    const nbi_stream_plan plan = plan_for(c, &m, 1);
+    nbi_launch(&c->rt, grid_for(c, w.n_tiles), dim3(plan.warps * 32 + 32), plan.shared,
+               stream_gate_up_kernel<KIND>, w, plan);
+}
+
+template <nbi_weight_kind KIND>
+static void launch_down(nbi_cuda *c, const nbi_moe_layer *l, const nbi_moe_args *a, const float *h)
+{
+    const nbi_cuda_packed &m = l->down.first;
+    down_work w = {};
+    w.w = l->down;
+    w.h = h;
+    w.out = static_cast<float *>(a->out);
+    w.ids = a->ids;
+    w.weights = a->weights;
+    w.n_experts = l->shape.n_experts;
+    w.n_tiles = m.n_rt;
+    w.n_parts = l->shape.top_k;
+    w.n_chunks = chunks_of(&m);
+    w.n_tokens = 1;
+    w.cols = m.cols;
+    w.x_fast = m.cols % 4 == 0;
+    const nbi_stream_plan plan = plan_for(c, &m, w.n_parts);
+    nbi_launch(&c->rt, grid_for(c, w.n_tiles), dim3(plan.warps * 32 + 32), plan.shared,
+               stream_down_kernel<KIND>, w, plan);
+}
+
+void nbi_moe_stream_run(nbi_cuda *c, const nbi_moe_layer *l, const nbi_moe_args *a)
+{
+    float *h = static_cast<float *>(a->workspace);
+    NBI_MOE_BY_KIND(l->shape.kind_gate_up, launch_gate_up, c, l, a, h);
+    NBI_MOE_BY_KIND(l->shape.kind_down, launch_down, c, l, a, h);
+}
