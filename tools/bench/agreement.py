@@ -36,7 +36,8 @@ class Server:
             s.bind(("127.0.0.1", 0))
             port = s.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
-        self.process = subprocess.Popen([nibble, "serve", "--device", device, "--port", str(port), *options])
+        self.process = subprocess.Popen([nibble, "serve", "--device", device, "--port", str(port),
+                                         "--model", str(ROOT / "models/glm5-tiny"), *options])
         for _ in range(600):
             if self.process.poll() is not None:
                 sys.exit(f"nibble serve --device {device} ended with {self.process.returncode}")

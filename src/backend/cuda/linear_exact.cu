@@ -111,11 +111,61 @@ static __global__ void __launch_bounds__(WARPS *NBI_WARP)
     a.y[(size_t)(token0 + token) * a.y_stride + r] = fmaf(y, factor, a.bias ? a.bias[r] : 0);
 }
 
+/* One token and BF16 weights, the router of a decoded token: a warp asks for its whole chunk of
+ * weights before the kernel before has ended. The same additions as exact_kernel. */
+static __global__ void __launch_bounds__(WARPS *NBI_WARP)
+    exact_one_kernel(nbi_linear_call a, uint32_t n_chunks)
+{
+    constexpr uint32_t STEPS = NBI_CHUNK_COLS / 16;
+    __shared__ float sums[WARPS][NBI_TILE_ROWS];
+    const uint32_t warp = threadIdx.x / NBI_WARP, lane = (uint32_t)nbi_lane(), t = lane % 4;
+    const uint32_t rt = blockIdx.x;
+    float y = 0; /* of row threadIdx.x */
+    for (uint32_t first = 0; first < n_chunks; first += WARPS) {
+        const uint32_t column = (first + warp) * NBI_CHUNK_COLS;
+        float w[STEPS][2][4], sum[2] = {0, 0};
+#pragma unroll
+        for (uint32_t k = 0; k < STEPS; k++)
+            if (column + k * 16 < a.w.cols)
+                exact_weights<NBI_WEIGHT_BF16>(w[k], a.w, rt, column + k * 16 + t * 4);
+        if (first == 0) {
+            nbi_wait_before();
+            nbi_let_next();
+        } else {
+            __syncthreads();
+        }
+#pragma unroll
+        for (uint32_t k = 0; k < STEPS; k++) {
+            if (column + k * 16 >= a.w.cols) continue;
+            const nbi_f32x4 x = nbi_x_load(a.x, column + k * 16 + t * 4, a.w.cols, a.fast);
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                sum[0] = fmaf(w[k][0][i], x.v[i], sum[0]);
+                sum[1] = fmaf(w[k][1][i], x.v[i], sum[1]);
+            }
+        }
+#pragma unroll
+        for (int high = 0; high < 2; high++) {
+            sum[high] += __shfl_xor_sync(NBI_FULL_MASK, sum[high], 1);
+            sum[high] += __shfl_xor_sync(NBI_FULL_MASK, sum[high], 2);
+            if (t == 0) sums[warp][lane / 4 + 8 * high] = sum[high];
+        }
+        __syncthreads();
+        for (uint32_t c = 0; threadIdx.x < NBI_TILE_ROWS && c < WARPS && first + c < n_chunks; c++)
+            y += sums[c][threadIdx.x];
+    }
+    const uint32_t r = rt * NBI_TILE_ROWS + threadIdx.x;
+    if (threadIdx.x < NBI_TILE_ROWS && r < a.w.rows)
+        a.y[r] = fmaf(y, a.w.row_scale[r], a.bias ? a.bias[r] : 0);
+}
+
 template <nbi_weight_kind KIND> static void run(nbi_cuda *c, const nbi_linear_call *a)
 {
     const uint32_t n_chunks = nbi_ceil_div(a->w.cols, NBI_CHUNK_COLS);
     const dim3 block(WARPS * NBI_WARP);
-    if (a->n_tokens <= 8)
+    if (a->n_tokens == 1 && KIND == NBI_WEIGHT_BF16)
+        nbi_launch(&c->rt, dim3(a->w.n_rt), block, 0, exact_one_kernel, *a, n_chunks);
+    else if (a->n_tokens <= 8)
         nbi_launch(&c->rt, dim3(a->w.n_rt), block, 0, exact_kernel<KIND, 8>, *a, n_chunks);
     else
         nbi_launch(&c->rt, dim3(a->w.n_rt, nbi_ceil_div(a->n_tokens, 16)), block, 0,

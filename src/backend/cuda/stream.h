@@ -96,6 +96,7 @@ struct nbi_stream_shared {
     float *unit; /* [part][chunk][pad_tokens]: 2^e */
     float *sums; /* [2][tiles of a round], each [units][sum_floats], then [parts][16] row scales */
     uint32_t *notes; /* WORK's */
+    uint32_t *zero;  /* 8 bytes of zeros */
 };
 
 template <nbi_weight_kind KIND> NBI_DEV nbi_stream_shared nbi_stream_carve(const nbi_stream_plan &p)
@@ -105,6 +106,7 @@ template <nbi_weight_kind KIND> NBI_DEV nbi_stream_shared nbi_stream_carve(const
     s.full = reinterpret_cast<uint64_t *>(at);
     s.empty = s.full + NBI_STREAM_STAGES;
     s.notes = reinterpret_cast<uint32_t *>(s.empty + NBI_STREAM_STAGES);
+    s.zero = s.notes + 64;
     at += 2048;
     s.ring = at;
     at += p.stages * nbi_stream_unit_bytes(KIND);
@@ -206,24 +208,27 @@ NBI_DEV void nbi_stream_take_x(const WORK &w, const nbi_stream_plan &plan,
     }
 }
 
-/* The B fragments of k-step `step`; lanes of tokens that have no room in x get zeros. */
+/* Where a lane reads x: 8 bytes for each k-step, `step` words from one to the next. Of one token
+ * there is one column, and the lanes of the others read a place that is zero. */
+struct nbi_stream_x_at {
+    const uint32_t *p;
+    uint32_t step;
+};
+
 template <uint32_t NT>
-NBI_DEV void nbi_stream_x(uint32_t b[NT][2], const nbi_stream_plan &plan,
-                          const nbi_stream_shared &s, uint32_t step)
+NBI_DEV nbi_stream_x_at nbi_stream_x_place(const nbi_stream_plan &plan, const nbi_stream_shared &s)
 {
     const uint32_t lane = (uint32_t)nbi_lane();
-    if (NT == 1 && plan.pad_tokens == 1) {
-        b[0][0] = b[0][1] = 0;
-        if (lane >= 4) return;
-        const nbi_u32x2 v = *reinterpret_cast<const nbi_u32x2 *>(s.x + (step * 4 + lane) * 2);
-        b[0][0] = v.v[0];
-        b[0][1] = v.v[1];
-        return;
-    }
+    if (NT == 1 && plan.pad_tokens == 1)
+        return {lane < 4 ? s.x + lane * 2 : s.zero, lane < 4 ? 8u : 0u};
+    return {s.x + lane * 2, plan.pad_tokens * 8};
+}
+
+template <uint32_t NT> NBI_DEV void nbi_stream_x(uint32_t b[NT][2], const uint32_t *at)
+{
 #pragma unroll
     for (uint32_t j = 0; j < NT; j++) {
-        const size_t at = ((size_t)(step * plan.pad_tokens + j * 8) * 4 + lane) * 2;
-        const nbi_u32x2 v = *reinterpret_cast<const nbi_u32x2 *>(s.x + at);
+        const nbi_u32x2 v = *reinterpret_cast<const nbi_u32x2 *>(at + j * 64);
         b[j][0] = v.v[0];
         b[j][1] = v.v[1];
     }
@@ -252,10 +257,10 @@ template <nbi_weight_kind KIND> NBI_DEV const float *nbi_stream_row_scales(const
     return reinterpret_cast<const float *>(unit + nbi_stream_unit_bytes(KIND) - 64);
 }
 
-/* p of a unit whose x begins at k-step `step`. */
+/* p of a unit; x points to its first k-step. */
 template <nbi_weight_kind KIND, uint32_t NT>
-NBI_DEV void nbi_stream_multiply(float p[NT][4], const char *unit, uint32_t tiles, uint32_t step,
-                                 const nbi_stream_plan &plan, const nbi_stream_shared &s)
+NBI_DEV void nbi_stream_multiply(float p[NT][4], const char *unit, uint32_t tiles,
+                                 nbi_stream_x_at x)
 {
 #pragma unroll
     for (uint32_t j = 0; j < NT; j++) p[j][0] = p[j][1] = p[j][2] = p[j][3] = 0;
@@ -267,8 +272,9 @@ NBI_DEV void nbi_stream_multiply(float p[NT][4], const char *unit, uint32_t tile
 #pragma unroll
         for (uint32_t q = 0; q < NBI_TILE_STEPS; q++) {
             uint32_t a[4], b[NT][2];
+            nbi_stream_x<NT>(b, x.p);
+            x.p += x.step;
             t.fragment(a, q);
-            nbi_stream_x<NT>(b, plan, s, step + k * NBI_TILE_STEPS + q);
 #pragma unroll
             for (uint32_t j = 0; j < NT; j++) nbi_tile_mma<KIND>(p[j], a, b[j]);
         }
@@ -347,32 +353,41 @@ NBI_DEV void nbi_stream_consume(const WORK &w, const nbi_stream_plan &plan,
     const uint32_t n = nbi_stream_own_tiles(w), units = w.n_parts * w.n_chunks;
     const uint32_t n_kt = (w.cols + NBI_TILE_COLS - 1) / NBI_TILE_COLS;
     const uint32_t tile_floats = units * plan.sum_floats + w.n_parts * NBI_TILE_ROWS;
-    uint32_t before = 0; /* units of the rounds before */
+    const nbi_stream_x_at x = nbi_stream_x_place<NT>(plan, s);
+    uint32_t stage = 0, turn = 0; /* of the round's first unit */
     for (uint32_t first = 0, side = 0; first < n; first += plan.round_tiles, side ^= 1) {
         const uint32_t left = n - first, tiles = left < plan.round_tiles ? left : plan.round_tiles;
         const uint32_t all = tiles * units;
         float *sums = s.sums + side * plan.round_tiles * tile_floats;
-        for (uint32_t from = 0; from < all; from += plan.window) {
-            const uint32_t end = from + plan.window < all ? from + plan.window : all;
-            for (uint32_t u = from + warp; u < end; u += plan.warps) {
-                const uint32_t i = before + u, stage = i % plan.stages;
-                const uint32_t unit = u % units, kt = unit % w.n_chunks * CT;
-                nbi_bar_wait(&s.full[stage], i / plan.stages & 1u);
-                const char *at = s.ring + stage * nbi_stream_unit_bytes(KIND);
-                float *to = sums + u / units * tile_floats;
-                float p[NT][4];
-                nbi_stream_multiply<KIND, NT>(p, at, n_kt - kt < CT ? n_kt - kt : CT,
-                                              unit * CT * NBI_TILE_STEPS, plan, s);
-                if (kt == 0 && lane < NBI_TILE_ROWS)
-                    to[units * plan.sum_floats + unit / w.n_chunks * NBI_TILE_ROWS + lane] =
-                        nbi_stream_row_scales<KIND>(at)[lane];
-                __syncwarp();
-                if (lane == 0) nbi_bar_arrive(&s.empty[stage]);
-                nbi_stream_put_sums<NT>(to + unit * plan.sum_floats, plan, p);
+        /* the warp's unit: in which tile, which chunk of which part, in which stage; counted on
+         * rather than divided */
+        uint32_t at_stage = stage + warp, at_turn = turn, unit = warp, tile = 0, next = plan.window;
+        for (uint32_t u = warp;; u += plan.warps) {
+            while (at_stage >= plan.stages) at_stage -= plan.stages, at_turn++;
+            while (unit >= units) unit -= units, tile++;
+            while (next <= u && next < all) {
+                nbi_sync_some(1, plan.warps * 32);
+                next += plan.window;
             }
-            nbi_sync_some(1, plan.warps * 32);
+            if (u >= all) break;
+            const uint32_t chunk = unit % w.n_chunks, kt = chunk * CT;
+            nbi_bar_wait(&s.full[at_stage], at_turn & 1u);
+            const char *at = s.ring + at_stage * nbi_stream_unit_bytes(KIND);
+            float *to = sums + tile * tile_floats;
+            float p[NT][4];
+            nbi_stream_multiply<KIND, NT>(p, at, n_kt - kt < CT ? n_kt - kt : CT,
+                                          {x.p + unit * CT * NBI_TILE_STEPS * x.step, x.step});
+            if (kt == 0 && lane < NBI_TILE_ROWS)
+                to[units * plan.sum_floats + unit / w.n_chunks * NBI_TILE_ROWS + lane] =
+                    nbi_stream_row_scales<KIND>(at)[lane];
+            __syncwarp();
+            if (lane == 0) nbi_bar_arrive(&s.empty[at_stage]);
+            nbi_stream_put_sums<NT>(to + unit * plan.sum_floats, plan, p);
+            at_stage += plan.warps;
+            unit += plan.warps;
         }
-        before += all;
+        nbi_sync_some(1, plan.warps * 32);
+        for (stage += all; stage >= plan.stages; turn++) stage -= plan.stages;
         if (warp < tiles)
             nbi_stream_reduce<KIND, NT>(w, plan, s, sums + warp * tile_floats,
                                         blockIdx.x + (first + warp) * gridDim.x);
@@ -389,6 +404,7 @@ NBI_DEV void nbi_stream_run(const WORK &w, const nbi_stream_plan &plan)
         nbi_bar_init(&s.full[threadIdx.x], 1);
         nbi_bar_init(&s.empty[threadIdx.x], 1);
     }
+    if (threadIdx.x < 2) s.zero[threadIdx.x] = 0;
     nbi_bar_init_done();
     if (WORK::WAITS) nbi_wait_before();
     w.begin(s.notes);
