@@ -222,6 +222,7 @@ static void mla(step *s, const nbi_layer *layer, const nbi_kv_layer *cache)
     const nbi_mla_weights *w = &layer->mla;
     nbi_workspace *ws = s->ws;
     const void *q_in = ws->xn;
+    linear(s, ws->kv, ws->xn, w->kv_a, w->kv_a_bias);
     if (w->q_a) {
         linear(s, ws->q_a, ws->xn, w->q_a, w->q_a_bias);
         s->b->ops->rmsnorm(s->b, &(nbi_rmsnorm_args){.out = ws->q_a,
@@ -235,7 +236,6 @@ static void mla(step *s, const nbi_layer *layer, const nbi_kv_layer *cache)
         q_in = ws->q_a;
     }
     linear(s, ws->q, q_in, w->q_b, NULL);
-    linear(s, ws->kv, ws->xn, w->kv_a, w->kv_a_bias);
     s->b->ops->mla_append(s->b, &(nbi_mla_append_args){.q = ws->q,
                                                        .kv = ws->kv,
                                                        .kv_norm = w->kv_a_norm,

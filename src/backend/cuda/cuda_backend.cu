@@ -95,6 +95,7 @@ static void *cuda_alloc(nbi_backend *b, size_t bytes)
 static void cuda_release(nbi_backend *b, void *p, size_t bytes)
 {
     (void)bytes;
+    nbi_cuda_flush(nbi_cuda_of(b));
     nbi_rt_free(&nbi_cuda_of(b)->rt, p);
 }
 
@@ -125,12 +126,14 @@ void nbi_cuda_upload(nbi_cuda *c, void *dst, const void *src, size_t bytes)
 
 static void cuda_upload(nbi_backend *b, void *dst, const void *src, size_t bytes)
 {
+    nbi_cuda_flush(nbi_cuda_of(b));
     nbi_cuda_upload(nbi_cuda_of(b), dst, src, bytes);
 }
 
 static void cuda_download(nbi_backend *b, void *dst, const void *src, size_t bytes)
 {
     nbi_cuda *c = nbi_cuda_of(b);
+    nbi_cuda_flush(c);
     for (size_t at = 0; at < bytes; at += NBI_CUDA_STAGE_BYTES) {
         const size_t n = bytes - at < NBI_CUDA_STAGE_BYTES ? bytes - at : NBI_CUDA_STAGE_BYTES;
         nbi_rt_sync(&c->rt);
@@ -294,6 +297,7 @@ static bool cuda_step_begin(nbi_backend *b, const nbi_batch *host, uint32_t pass
 
 static nb_status report(nbi_cuda *c, nb_error *err)
 {
+    nbi_cuda_flush(c);
     if (nbi_rt_sync(&c->rt)) return NB_OK;
     return nbi_fail(err, NB_INTERNAL, "%s", c->rt.error);
 }
@@ -301,6 +305,7 @@ static nb_status report(nbi_cuda *c, nb_error *err)
 static nb_status cuda_step_end(nbi_backend *b, nb_error *err)
 {
     nbi_cuda *c = nbi_cuda_of(b);
+    nbi_cuda_flush(c);
     if (c->recording) c->replaying = c->recording;
     if (c->recording) c->recording->graph = nbi_rt_record_end(&c->rt);
     if (c->replaying && c->replaying->graph) nbi_rt_replay(&c->rt, c->replaying->graph);
@@ -317,6 +322,31 @@ static nb_status cuda_sync(nbi_backend *b, nb_error *err)
 {
     return report(nbi_cuda_of(b), err);
 }
+
+/* ---------------------------------------------------------------- the table */
+
+/* An operator behind the linear layers that wait. */
+#define FLUSH(op)                                                       \
+    static void flush_##op(nbi_backend *b, const nbi_##op##_args *args) \
+    {                                                                   \
+        nbi_cuda_flush(nbi_cuda_of(b));                                 \
+        nbi_cuda_##op(b, args);                                         \
+    }
+FLUSH(embed)
+FLUSH(rope_table)
+FLUSH(rmsnorm)
+FLUSH(swiglu)
+FLUSH(mla_append)
+FLUSH(mla_attend)
+FLUSH(gqa_append)
+FLUSH(gqa_attend)
+FLUSH(index_append)
+FLUSH(index_select)
+FLUSH(route)
+FLUSH(gather)
+FLUSH(add)
+FLUSH(sample)
+#undef FLUSH
 
 const nbi_backend_ops nbi_cuda_ops = {
     .version = 1,
@@ -335,21 +365,21 @@ const nbi_backend_ops nbi_cuda_ops = {
     .reserve = cuda_reserve,
     .step_begin = cuda_step_begin,
     .step_end = cuda_step_end,
-    .embed = nbi_cuda_embed,
-    .rope_table = nbi_cuda_rope_table,
-    .rmsnorm = nbi_cuda_rmsnorm,
+    .embed = flush_embed,
+    .rope_table = flush_rope_table,
+    .rmsnorm = flush_rmsnorm,
     .linear = nbi_cuda_linear,
-    .swiglu = nbi_cuda_swiglu,
-    .mla_append = nbi_cuda_mla_append,
-    .mla_attend = nbi_cuda_mla_attend,
-    .gqa_append = nbi_cuda_gqa_append,
-    .gqa_attend = nbi_cuda_gqa_attend,
-    .index_append = nbi_cuda_index_append,
-    .index_select = nbi_cuda_index_select,
-    .route = nbi_cuda_route,
-    .gather = nbi_cuda_gather,
-    .add = nbi_cuda_add,
-    .sample = nbi_cuda_sample,
+    .swiglu = flush_swiglu,
+    .mla_append = flush_mla_append,
+    .mla_attend = flush_mla_attend,
+    .gqa_append = flush_gqa_append,
+    .gqa_attend = flush_gqa_attend,
+    .index_append = flush_index_append,
+    .index_select = flush_index_select,
+    .route = flush_route,
+    .gather = flush_gather,
+    .add = flush_add,
+    .sample = flush_sample,
     .sync = cuda_sync,
     .read_bandwidth = nbi_cuda_read_bandwidth,
 };

@@ -16,6 +16,7 @@
 #define NBI_CUDA_GRAPH_ROWS  256u /* steps of more rows are not worth recording */
 #define NBI_CUDA_LEN_BUCKET  256u /* smallest bound of a sequence's length */
 #define NBI_CUDA_STAGE_BYTES ((size_t)16 << 20)
+#define NBI_CUDA_PENDING     4u /* linear layers that one launch can do */
 #define NBI_CUDA_STAGES      2u
 
 /* What a recorded step depends on. */
@@ -53,6 +54,10 @@ struct nbi_cuda {
     size_t stage_used;  /* bytes of it */
     char *stage_device; /* device memory of one piece: what is packed there lies here first */
 
+    /* linear layers that wait for others of the same x: every other call does them first */
+    nbi_linear_args pending[NBI_CUDA_PENDING];
+    uint32_t n_pending;
+
     void *sampler;      /* of sample.cu */
     const char *failed; /* an operator that could not run says so at step_end */
 };
@@ -78,6 +83,10 @@ void nbi_cuda_upload(nbi_cuda *c, void *dst, const void *src, size_t bytes);
 /* `bytes` (at most NBI_CUDA_STAGE_BYTES) of a pinned piece, aligned to 16, to fill and upload
  * before the next call. Waits only when the other piece is still being read. */
 char *nbi_cuda_stage(nbi_cuda *c, size_t bytes);
+
+/* Does the linear layers that wait. What runs on the device without going through the table calls
+ * it first. */
+void nbi_cuda_flush(nbi_cuda *c);
 
 extern "C" {
 extern const nbi_backend_ops nbi_cuda_ops;

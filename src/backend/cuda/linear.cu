@@ -8,11 +8,9 @@ size_t nbi_cuda_linear_scratch(const nbi_cuda *c, const nbi_limits *limits)
     return nbi_linear_many_scratch(limits->max_rows, limits->max_linear_cols);
 }
 
-void nbi_cuda_linear(nbi_backend *b, const nbi_linear_args *a)
+static void run(nbi_cuda *c, const nbi_linear_args *a)
 {
-    nbi_cuda *c = nbi_cuda_of(b);
     const nbi_cuda_packed *w = nbi_cuda_packed_of(a->w);
-    if (!a->n_rows || !w->rows) return;
     nbi_linear_call call = {};
     call.w = *w;
     call.y = static_cast<float *>(a->y);
@@ -29,10 +27,36 @@ void nbi_cuda_linear(nbi_backend *b, const nbi_linear_args *a)
     }
     if (c->base.w4a4 && w->kind == NBI_WEIGHT_NVFP4 && a->w->host.input_scale > 0)
         call.input_scale = a->w->host.input_scale;
-    if (nbi_cuda_stream_fits(c, a, 1))
-        nbi_cuda_stream_linear(c, a, 1);
-    else if (a->n_rows <= NBI_LINEAR_FEW)
+    if (a->n_rows <= NBI_LINEAR_FEW)
         nbi_linear_few(c, &call);
     else
         nbi_linear_many(c, &call);
+}
+
+void nbi_cuda_flush(nbi_cuda *c)
+{
+    const uint32_t n = c->n_pending;
+    c->n_pending = 0;
+    if (n) nbi_cuda_stream_linear(c, c->pending, n);
+}
+
+/* Layers of the same x (q, k and v; gate and up) come one after the other: they wait for the next
+ * call that is something else, and become one launch. */
+void nbi_cuda_linear(nbi_backend *b, const nbi_linear_args *a)
+{
+    nbi_cuda *c = nbi_cuda_of(b);
+    if (!a->n_rows || !nbi_cuda_packed_of(a->w)->rows) return;
+    if (c->n_pending < NBI_CUDA_PENDING) {
+        c->pending[c->n_pending] = *a;
+        if (nbi_cuda_stream_fits(c, c->pending, c->n_pending + 1)) {
+            c->n_pending++;
+            return;
+        }
+    }
+    nbi_cuda_flush(c);
+    c->pending[0] = *a;
+    if (nbi_cuda_stream_fits(c, a, 1))
+        c->n_pending = 1;
+    else
+        run(c, a);
 }

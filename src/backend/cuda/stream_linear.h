@@ -4,7 +4,7 @@
 
 #include "backend/cuda/cuda_backend.h"
 
-#define NBI_STREAM_JOBS 4u /* matrices that one launch can hold */
+#define NBI_STREAM_JOBS NBI_CUDA_PENDING /* matrices that one launch can hold */
 
 /* Whether one launch can do these calls: the same x, rows and columns, packed weights of one kind,
  * at most 16 rows, a device with bulk copies. */

@@ -40,6 +40,7 @@ static size_t most_workspace(const nbi_backend *b, const nbi_moe_shape *s, uint3
 static void run_gemv(nbi_backend *b, const nbi_moe_layer *l, const nbi_moe_args *a)
 {
     nbi_cuda *c = nbi_cuda_of(b);
+    nbi_cuda_flush(c);
     if (nbi_moe_stream_fits(c, l, a))
         nbi_moe_stream_run(c, l, a);
     else
@@ -48,6 +49,7 @@ static void run_gemv(nbi_backend *b, const nbi_moe_layer *l, const nbi_moe_args 
 
 static void run_grouped(nbi_backend *b, const nbi_moe_layer *l, const nbi_moe_args *a)
 {
+    nbi_cuda_flush(nbi_cuda_of(b));
     nbi_moe_grouped_run(nbi_cuda_of(b), l, a);
 }
 
@@ -57,7 +59,7 @@ static void run_best(nbi_backend *b, const nbi_moe_layer *l, const nbi_moe_args 
     if (a->n_rows <= GEMV_ROWS && nbi_moe_gemv_fits(c, &l->shape))
         run_gemv(b, l, a);
     else
-        nbi_moe_grouped_run(c, l, a);
+        run_grouped(b, l, a);
 }
 
 static bool supports_grouped(const nbi_backend *b, const nbi_moe_shape *s, char *why, size_t n)
