@@ -279,6 +279,15 @@ typedef struct nb_logit_bias {
     float bias; /* added to the logit, -100 to 100 */
 } nb_logit_bias;
 
+/* Token ids in a row. */
+typedef struct nb_ids {
+    const int32_t *ids;
+    uint32_t n;
+} nb_ids;
+
+#define NB_BAD_WORDS_MAX        2048
+#define NB_BAD_WORD_IDS_MAX     16384 /* of all of them */
+
 #define NB_GRAMMAR_ROLLBACK_MAX 8
 
 /* A constraint on what may be generated: bits over the vocabulary before every token. Called from
@@ -321,6 +330,18 @@ typedef struct nb_sampling {
     uint32_t n_logit_bias;
     const nb_logit_bias *logit_bias; /* [n_logit_bias], copied */
     bool prompt_logprobs;            /* the same for every prompt token but the first */
+    /* The three below give way at a place where nothing else is left: bad words to all, allowed ids
+     * to a grammar, the end of thinking to a grammar that has no thinking. */
+    uint32_t n_allowed;
+    const int32_t *allowed; /* [n_allowed] no other id may come, not even an end; copied; 0: all */
+    uint32_t n_bad_words;
+    const nb_ids *bad_words; /* [n_bad_words], copied: the last id of one may not come where the
+                                answer ends with those before it */
+    bool has_think_budget;
+    bool think_open;                /* the prompt has opened the thinking */
+    uint32_t think_budget;          /* tokens between think_begin and think_end, of all the answer's
+                                       thinking; behind them think_end is all that may come */
+    int32_t think_begin, think_end; /* ids */
 } nb_sampling;
 
 void nb_sampling_default(const nb_engine *engine, nb_sampling *sampling);

@@ -81,18 +81,7 @@ void nbi_step_batch_clear(nbi_step_batch *b)
     b->seq_logit[0] = 0;
 }
 
-const uint32_t *nbi_request_mask(nb_request *r, uint32_t i)
-{
-    uint32_t *mask = r->masks + (size_t)i * r->mask_words;
-    if (i < r->n_masks) return mask;
-    NB_ASSERT(i == r->n_masks);
-    memset(mask, 0, r->mask_words * sizeof *mask);
-    r->grammar.mask(r->grammar.user, mask, r->mask_words);
-    r->n_masks++;
-    return mask;
-}
-
-/* Where a grammar leaves nothing but the end, the end is not banned. */
+/* Where a mask leaves nothing but the end, the end is not banned. */
 static bool only_ends(const nb_request *r, const uint32_t *mask)
 {
     uint32_t n_allowed = 0, n_ends = 0;

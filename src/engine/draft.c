@@ -11,8 +11,8 @@
  * a page therefore knows the token behind the page; after a prefix hit it may know another
  * request's. That can cost a draft, never a token.
  *
- * Under a grammar each draft is drawn from what the grammar allows, which then accepts it for the
- * time being; the masks found on the way are those that the verification needs. At the end all
+ * Under a mask each draft is drawn from what it allows; a grammar then accepts the draft for the
+ * time being. The masks found on the way are those that the verification needs. At the end all
  * drafts are taken back. */
 #include "engine/engine.h"
 
@@ -21,7 +21,7 @@
 static uint32_t drafts_for(const nb_engine *e, const nb_request *r)
 {
     if (r->penalties.index) return 0; /* each token changes what the next may be */
-    if (r->masks && !r->grammar.rollback) return 0;
+    if (r->grammar.mask && !r->grammar.rollback) return 0;
     uint32_t k = e->n_draft_steps;
     for (uint32_t running = 8; running < e->n_running; running *= 2) k /= 2;
     uint32_t left =
@@ -64,7 +64,7 @@ static void add_draft(nb_request *r, int32_t id)
 {
     r->drafts[r->n_drafts++] = id;
     if (!r->masks) return;
-    r->grammar.accept(r->grammar.user, id);
+    if (r->grammar.mask) r->grammar.accept(r->grammar.user, id);
     (void)nbi_request_mask(r, r->n_drafts);
 }
 
@@ -73,7 +73,7 @@ static void take_back(const nbi_step_batch *main)
 {
     for (uint32_t s = 0; s < main->view.n_seqs; s++) {
         nb_request *r = main->seqs[s];
-        if (r && r->masks && r->n_drafts) r->grammar.rollback(r->grammar.user, r->n_drafts);
+        if (r && r->grammar.mask && r->n_drafts) r->grammar.rollback(r->grammar.user, r->n_drafts);
     }
 }
 

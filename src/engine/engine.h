@@ -51,6 +51,17 @@ typedef struct nbi_penalties {
     uint32_t n, cap;
 } nbi_penalties;
 
+/* What narrows the next token beside a grammar (token_limits.c). */
+typedef struct nbi_token_limits {
+    uint32_t *allowed; /* [mask_words]; NULL: all */
+    int32_t *ids;      /* bad words, one behind the other */
+    uint32_t *ends;    /* [n_words] where each ends */
+    uint32_t n_words;
+    uint32_t n_valid; /* ids from here on have no token */
+    bool thinking;
+    uint32_t n_thought; /* tokens of thinking so far */
+} nbi_token_limits;
+
 struct nb_request {
     nb_engine *engine;
     nb_request *next; /* waiting list */
@@ -84,8 +95,10 @@ struct nb_request {
     bool preempted;      /* waits again: goes before those of its priority that never ran */
     nbi_penalties penalties;
     nb_grammar grammar; /* mask NULL: none */
-    uint32_t
-        *masks; /* [1 + drafts at most][mask_words] of the next token and those behind drafts */
+    nbi_token_limits limits;
+    bool has_limits;
+    uint32_t *masks;  /* [1 + drafts at most][mask_words] of the next token and those behind drafts;
+                         NULL: neither grammar nor limits */
     uint32_t n_masks; /* of them known; 0 after every token */
     uint32_t mask_words;
     uint32_t rows;       /* rows in the batch being run */
@@ -216,8 +229,18 @@ void nbi_engine_after_step(nb_engine *e);
 /* Samples the batch's logit rows into sample_out. */
 nb_status nbi_engine_sample(nb_engine *e, nbi_step_batch *b, float *logits, nb_error *err);
 
-/* ---- batch.c */
-
+/* ---- token_limits.c */
+bool nbi_token_limits_wanted(const nb_sampling *s);
+nb_status nbi_token_limits_check(const nb_sampling *s, uint32_t vocab, uint32_t n_valid,
+                                 nb_error *err);
+/* Copies what the sampling points to; deinit also after a failure. */
+nb_status nbi_token_limits_init(nbi_token_limits *l, const nb_sampling *s, uint32_t vocab,
+                                uint32_t n_valid, nb_error *err);
+void nbi_token_limits_deinit(nbi_token_limits *l);
+/* Bytes that nbi_token_limits_init() takes. */
+size_t nbi_token_limits_bytes(const nb_sampling *s, uint32_t vocab);
+/* A token of the answer. */
+void nbi_token_limits_add(nbi_token_limits *l, const nb_sampling *s, int32_t id);
 /* The mask of the next token, or with i > 0 of the token behind i drafts: those have been accepted
  * by the grammar for a while, and masks come in order. Needs r->masks. */
 const uint32_t *nbi_request_mask(nb_request *r, uint32_t i);

@@ -186,7 +186,8 @@ bool nbi_request_put_token(nb_engine *e, nb_request *r, const nbi_sample_out *ou
     nb_event event = {.id = out->id, .matched_id = -1, .matched_string = -1};
     r->tokens[r->n_tokens++] = out->id;
     nbi_penalties_add(&r->penalties, &r->sampling, out->id, true);
-    if (r->masks) r->grammar.accept(r->grammar.user, out->id);
+    if (r->grammar.mask) r->grammar.accept(r->grammar.user, out->id);
+    nbi_token_limits_add(&r->limits, &r->sampling, out->id);
     r->n_masks = 0;
     fill_logprobs(&event, r, out);
     nbi_meter_stamp(e, r);

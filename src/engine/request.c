@@ -115,7 +115,14 @@ static void draw_seed(nb_engine *e, nb_sampling *s)
               0x9e3779b97f4a7c15ull; /* Weyl sequence: distinct per request */
 }
 
-/* Penalties over the prompt so far, and the grammar's mask. */
+/* Masks that a request keeps: of the next token, and behind every draft. */
+static uint32_t n_masks(const nb_engine *e, const nb_request_options *o)
+{
+    if (!o->grammar && !nbi_token_limits_wanted(&o->sampling)) return 0;
+    return 1 + (o->grammar && !o->grammar->rollback ? 0 : e->n_draft_steps);
+}
+
+/* Penalties over the prompt so far, the masks of grammar and limits. */
 static nb_status take_constraints(nb_request *r, const nb_engine *e, const nb_request_options *o,
                                   nb_error *err)
 {
@@ -123,11 +130,15 @@ static nb_status take_constraints(nb_request *r, const nb_engine *e, const nb_re
     NB_TRY(nbi_penalties_init(&r->penalties, &r->sampling, vocab, r->n_max, err));
     for (uint32_t i = 0; i < r->n_prompt; i++)
         nbi_penalties_add(&r->penalties, &r->sampling, r->tokens[i], false);
+    r->has_limits = nbi_token_limits_wanted(&r->sampling);
+    NB_TRY(nbi_token_limits_init(&r->limits, &r->sampling, vocab, e->n_valid_ids, err));
     r->sampling.logit_bias = NULL; /* the caller's; taken over above */
-    if (!o->grammar) return NB_OK;
-    r->grammar = *o->grammar;
+    r->sampling.allowed = NULL;
+    r->sampling.bad_words = NULL;
+    uint32_t n = n_masks(e, o);
+    if (!n) return NB_OK;
+    if (o->grammar) r->grammar = *o->grammar;
     r->mask_words = (vocab + 31) / 32;
-    uint32_t n = 1 + (r->grammar.rollback ? e->n_draft_steps : 0);
     r->masks = nbi_calloc((size_t)n * r->mask_words, sizeof *r->masks);
     return r->masks ? NB_OK : nbi_fail(err, NB_NO_MEMORY, "request: out of memory");
 }
@@ -146,7 +157,8 @@ static nb_status count_bytes(nb_request *r, nb_engine *e, const nb_request_optio
     uint32_t vocab = nbi_model_config(e->model)->vocab;
     r->bytes = nbi_request_bytes(r->n_max, (size_t)r->text_cap + r->text_worst) +
                nbi_penalties_bytes(&r->sampling, vocab, r->n_max);
-    if (o->grammar) r->bytes += (size_t)(1 + e->n_draft_steps) * ((vocab + 31) / 32) * 4;
+    r->bytes += (size_t)n_masks(e, o) * ((vocab + 31) / 32) * 4;
+    r->bytes += nbi_token_limits_bytes(&r->sampling, vocab);
     uint64_t all = atomic_fetch_add(&e->request_bytes, r->bytes) + r->bytes;
     if (all <= e->request_bytes_max || o->count == NB_COUNT_NONE) return NB_OK; /* a probe */
     return nbi_fail(err, NB_BUSY,
@@ -194,6 +206,7 @@ static void destroy(nb_request *r)
     pthread_cond_destroy(&r->readable);
     nbi_stop_destroy(&r->stop);
     nbi_penalties_deinit(&r->penalties);
+    nbi_token_limits_deinit(&r->limits);
     nbi_free(r->masks);
     nbi_free(r->tokens);
     nbi_free(r->pages);
@@ -257,6 +270,8 @@ nb_status nb_request_submit(nb_request **out, nb_engine *e, const nb_request_opt
 {
     NB_TRY(check_prompt(e, o, err));
     NB_TRY(check_sampling(e, &o->sampling, err));
+    NB_TRY(nbi_token_limits_check(&o->sampling, nbi_model_config(e->model)->vocab, e->n_valid_ids,
+                                  err));
     nb_request *r;
     NB_TRY(create(&r, e, o, err));
     nb_status st = enqueue(e, r, err);
