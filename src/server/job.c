@@ -30,18 +30,6 @@ static nb_status write_head(nbi_job *job)
     return nbi_buf_addf(&job->head, ",\"system_fingerprint\":null,\"choices\":[");
 }
 
-/* Stop strings point into the body; from here on into the arena. */
-static nb_status keep_stop_strings(nbi_job *job, nbi_api_error *e)
-{
-    nb_sampling *s = &job->params.sampling;
-    for (uint32_t i = 0; i < s->n_stop_strings; i++) {
-        s->stop_strings[i] =
-            nbi_arena_strndup(&job->arena, s->stop_strings[i], strlen(s->stop_strings[i]));
-        if (!s->stop_strings[i]) return nbi_api_no_memory(e, "this request");
-    }
-    return NB_OK;
-}
-
 static const char *prompt_field(const nbi_job *job)
 {
     const char *field = job->prompt_field ? job->prompt_field : job->surface->prompt_field;
@@ -210,7 +198,7 @@ nb_status nbi_job_open(nbi_job **out, const nbi_surface *surface, const nbi_serv
     }
     NB_TRY_OR(status, nbi_prompts_truncate(job, e), fail);
     NB_TRY_OR(status, check_prompts(job, e), fail);
-    NB_TRY_OR(status, keep_stop_strings(job, e), fail);
+    NB_TRY_OR(status, nbi_job_keep_sampling(job, e), fail);
     NB_TRY_OR(status, make_choices(job, e), fail);
     NB_TRY_OR(status, nbi_job_make_grammars(job, e), fail);
     if (write_head(job) != NB_OK) {

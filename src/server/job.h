@@ -201,6 +201,11 @@ nb_status nbi_job_write_finish(const nbi_job *job, const nbi_choice *choice, boo
 /* `key`, then the string with quotes. */
 nb_status nbi_job_write_string(nbi_buf *out, const char *key, const char *s, size_t n);
 
+/* ---- job_sampling.c, for job.c */
+
+/* What job->params borrow from the body, into the arena. */
+nb_status nbi_job_keep_sampling(nbi_job *job, nbi_api_error *e);
+
 /* ---- job_grammar.c, for job.c */
 
 /* Makes the grammars of all choices, or orders them (job->order). */

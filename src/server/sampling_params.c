@@ -23,15 +23,10 @@ static const struct {
     const char *key;
     neutral neutral;
 } unsupported[] = {
-    {"length_penalty", NEUTRAL_ONE},
-    {"allowed_token_ids", NEUTRAL_NONE},
-    {"bad_words", NEUTRAL_EMPTY},
-    {"use_beam_search", NEUTRAL_FALSE},
-    {"stop_regex", NEUTRAL_EMPTY},
-    {"logprob_token_ids", NEUTRAL_EMPTY},
-    {"thinking_token_budget", NEUTRAL_NONE},
-    {"lora_path", NEUTRAL_NONE},
-    {"custom_logit_processor", NEUTRAL_NONE},
+    {"length_penalty", NEUTRAL_ONE},      {"bad_words", NEUTRAL_EMPTY},
+    {"use_beam_search", NEUTRAL_FALSE},   {"stop_regex", NEUTRAL_EMPTY},
+    {"logprob_token_ids", NEUTRAL_EMPTY}, {"thinking_token_budget", NEUTRAL_NONE},
+    {"lora_path", NEUTRAL_NONE},          {"custom_logit_processor", NEUTRAL_NONE},
     {"logits_processors", NEUTRAL_EMPTY},
 };
 
@@ -254,6 +249,27 @@ static nb_status read_stop_ids(nbi_params *p, const json_t *body, const nbi_api_
     return NB_OK;
 }
 
+/* Stay in the body; nbi_job_keep_sampling() takes them from there. */
+static nb_status read_allowed(nbi_params *p, const json_t *body, const nbi_api_facts *facts,
+                              nbi_api_error *e)
+{
+    json_t *ids = NULL;
+    const json_t *value;
+    size_t i;
+    NB_TRY(nbi_field_array(&ids, body, "", "allowed_token_ids", e));
+    if (!ids) return NB_OK;
+    if (json_array_size(ids) == 0) return nbi_api_field(e, "allowed_token_ids", "is empty");
+    json_array_foreach(ids, i, value)
+    {
+        char param[NBI_PARAM_MAX];
+        int64_t id;
+        snprintf(param, sizeof param, "allowed_token_ids[%zu]", i);
+        NB_TRY(nbi_value_int(&id, value, param, 0, (int64_t)facts->vocab_size - 1, e));
+    }
+    p->allowed = ids;
+    return NB_OK;
+}
+
 static nb_status read_text_options(nbi_params *p, const json_t *body, nbi_api_error *e)
 {
     nb_sampling *s = &p->sampling;
@@ -335,6 +351,7 @@ static nb_status read_common(nbi_params *out, const json_t *body, const nbi_api_
     NB_TRY(read_n(out, body, e));
     NB_TRY(read_stop_strings(out, body, e));
     NB_TRY(read_stop_ids(out, body, facts, e));
+    NB_TRY(read_allowed(out, body, facts, e));
     NB_TRY(read_interval(out, body, e));
     return read_text_options(out, body, e);
 }

@@ -1,0 +1,69 @@
+"""What narrows an answer token by token: allowed_token_ids."""
+
+import pytest
+from test_errors import error_of
+from test_native import PROMPT, completion, generate
+
+ASK = [{"role": "user", "content": "What is 3+5?"}]
+
+
+@pytest.fixture(scope="module")
+def drafting(serve, trained):
+    server = serve("--speculative-algorithm", "mtp", "--speculative-num-steps", "3")
+    yield server
+    assert server.stop() == 0, server.log
+
+
+def ids_of(server, text):
+    return server.post("/tokenize", {"prompt": text}).json()["tokens"]
+
+
+def chat(server, **body):
+    reply = server.post("/v1/chat/completions", {"messages": ASK, "temperature": 0, "max_tokens": 24, **body})
+    assert reply.status_code == 200, reply.text
+    return reply.json()["choices"][0]
+
+
+def sampled(**body):
+    return {"text": PROMPT, "sampling_params": {"temperature": 1.2, "sampling_seed": 4, "max_new_tokens": 24, "ignore_eos": True, **body}}
+
+
+# ---------------------------------------------------------------- allowed_token_ids
+
+def test_allowed(server, drafting):
+    """Nothing else comes, whatever the API; drafts and a cached prompt change no token."""
+    allowed = ids_of(server, "the cat and dog were red 0123")
+    for temperature in (0, 1.2):
+        asks = sampled(temperature=temperature, allowed_token_ids=allowed)
+        answers = [generate(at, **asks)["output_ids"] for at in (server, server, drafting, drafting)]
+        assert set(answers[0]) <= set(allowed) and all(a == answers[0] for a in answers)
+    text = completion(server, allowed_token_ids=allowed)["choices"][0]["text"]
+    assert text and set(text) <= set("the cat and dog were red 0123")
+    one = chat(server, allowed_token_ids=[allowed[0]], separate_reasoning=False, max_tokens=5)
+    assert one["message"]["content"] == "the" * 5 and one["finish_reason"] == "length"
+
+
+def test_allowed_end(server):
+    """An end is allowed when it is among the ids, and is taken at last where nothing else is."""
+    end = ids_of(server, "<|endoftext|>")
+    assert len(end) == 1
+    answer = generate(server, **sampled(allowed_token_ids=end, ignore_eos=False, min_new_tokens=3))
+    assert answer["output_ids"] == end and answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": end[0]}
+
+
+def test_allowed_beside_a_grammar(server, drafting):
+    """Both hold where they can; where nothing is left the grammar does."""
+    a, b = ids_of(server, "a"), ids_of(server, "b")
+    for at in (server, drafting):
+        assert completion(at, regex="[abc]{6}", allowed_token_ids=a + b, max_tokens=9)["choices"][0]["text"].strip("ab") == ""
+        assert completion(at, regex="ca", allowed_token_ids=a, max_tokens=5, ignore_eos=False)["choices"][0]["text"] == "ca"
+
+
+@pytest.mark.parametrize("value,param", [
+    ([], "allowed_token_ids"), ("1", "allowed_token_ids"), ([1, "x"], "allowed_token_ids[1]"), ([-1], "allowed_token_ids[0]"),
+    ([10**7], "allowed_token_ids[0]"),
+])
+def test_allowed_refused(server, value, param):
+    error_of(server.post("/v1/completions", {"prompt": "x", "allowed_token_ids": value}), param=param)
+    error_of(server.post("/v1/chat/completions", {"messages": ASK, "allowed_token_ids": value}), param=param)
+    error_of(server.post("/generate", {"text": "x", "sampling_params": {"allowed_token_ids": value}}), param="sampling_params." + param)
