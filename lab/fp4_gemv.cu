@@ -7,16 +7,20 @@
 constexpr uint64_t SEED = 7;
 static double stream; // bytes per microsecond
 
-// The naive form: checkpoint order, one warp per row, half2 arithmetic. codes [row][k/2], scales
-// [row][k/16].
+// The naive form: checkpoint order, one warp per row, half2 arithmetic. codes [expert][row][k/2],
+// scales [expert][row][k/16]. A block has rows of one expert; x_stride 0: all experts share x.
 __global__ void __launch_bounds__(512)
-    gemv_row(const uint4 *codes, const uint16_t *scales, const float *x, int rows, int K,
-             float global, float *y)
+    gemv_row(const uint4 *codes, const uint16_t *scales, const float *x, int x_stride, int experts,
+             int rows, int K, float global, float *y)
 {
     extern __shared__ __align__(128) uint8_t smem[];
     __half *xs = (__half *)smem, *xp = xs + K; // natural, then in pairs (k, k + 4) within eights
     float *pow2 = (float *)(xp + K);
     const int warps = blockDim.x / 32, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int e = blockIdx.x % experts, blocks = gridDim.x / experts;
+    x += (size_t)e * x_stride;
+    codes += (size_t)e * rows * (K / 32);
+    scales += (size_t)e * rows * (K / 32);
     for (int c = warp; c < K / CHUNK; c += warps) {
         float p = normalize_chunk(x + c * CHUNK, xs + c * CHUNK);
         if (lane == 0) pow2[c] = p;
@@ -24,7 +28,7 @@ __global__ void __launch_bounds__(512)
     __syncthreads();
     for (int k = threadIdx.x; k < K; k += blockDim.x) xp[k / 8 * 8 + k % 4 * 2 + k / 4 % 2] = xs[k];
     __syncthreads();
-    for (int row = blockIdx.x * warps + warp; row < rows; row += gridDim.x * warps) {
+    for (int row = blockIdx.x / experts * warps + warp; row < rows; row += blocks * warps) {
         float sum = 0;
         for (int i = lane; i < K / 32; i += 32) { // 32 weights a lane: two scale groups
             uint4 c = ld_stream(codes + (size_t)row * (K / 32) + i);
@@ -50,7 +54,9 @@ __global__ void __launch_bounds__(512)
             }
         }
         for (int o = 16; o; o /= 2) sum += __shfl_xor_sync(0xFFFFFFFF, sum, o);
-        if (lane == 0) y[row] = sum * (global * 4194304.0f); // 2^14 of the codes, 2^8 of the scales
+        if (lane == 0)
+            y[(size_t)e * rows + row] =
+                sum * (global * 4194304.0f); // 2^14 of the codes, 2^8 of the scales
     }
 }
 
@@ -207,10 +213,10 @@ template <int C, int TPE> struct Bench {
         poison();
         int per_set = experts * ROWS, smem = K * 4 + C * 4;
         auto call = [&](int set, cudaStream_t s) {
-            launch(gemv_row, sm_count() * 4, 512, (size_t)smem, false, s,
+            launch(gemv_row, sm_count() * 4 / experts * experts, 512, (size_t)smem, false, s,
                    (const uint4 *)(codes + (size_t)set * per_set * (K / 8)),
                    (const uint16_t *)(scales + (size_t)set * per_set * (K / 16)), (const float *)x,
-                   per_set, (int)K, global, y);
+                   shared_x ? 0 : (int)K, experts, (int)ROWS, (int)K, global, y);
         };
         call(0, lab_stream());
         CK(cudaStreamSynchronize(lab_stream()));
