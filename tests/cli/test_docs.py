@@ -43,7 +43,7 @@ def test_c_tests_exist(rows, repo):
     named = {(file, test) for _, _, shown in rows for file, test in TEST.findall(shown) if not file.endswith(".py")}
     assert named
     for file, test in sorted(named):
-        assert re.fullmatch(r"tests/(unit|kernel)/\w+\.c", file), file
+        assert re.fullmatch(r"tests/(unit|kernel|cuda)/\w+\.c", file), file
         source = (repo / file).read_text()
         assert re.search(rf"^static void {test}\(void \*\*state\)", source, re.M), f"{file} defines no {test}"
         assert re.search(rf"\bcmocka_unit_test\w*\(\s*{test}\b", source), f"{file} does not run {test}"
