@@ -1,4 +1,5 @@
 /* What the sampling of a job points to: from the body into the arena. Called by job.c. */
+#include <stdio.h>
 #include <string.h>
 
 #include "server/job.h"
@@ -28,8 +29,53 @@ static nb_status keep_allowed(nbi_job *job, nbi_api_error *e)
     return NB_OK;
 }
 
+/* The tokens of a bad word behind `space`. */
+static nb_status add_word(nbi_job *job, nb_ids *out, const char *space, const char *word, size_t *n,
+                          nbi_api_error *e)
+{
+    char text[1 + NBI_STOP_BYTES_MAX + 1];
+    int32_t *ids = NULL;
+    size_t n_ids = 0, left = NB_BAD_WORD_IDS_MAX - *n;
+    nb_error err = {0};
+    int n_text = snprintf(text, sizeof text, "%s%s", space, word);
+    nb_status status =
+        nb_tokenize(job->served->engine, text, (size_t)n_text, true, left + 1, &ids, &n_ids, &err);
+    if (status == NB_TOO_LARGE || (status == NB_OK && n_ids > left))
+        status = nbi_fail(&err, NB_INVALID, "bad_words: more than %d tokens", NB_BAD_WORD_IDS_MAX);
+    int32_t *kept = status == NB_OK ? nbi_arena_alloc(&job->arena, n_ids * sizeof *kept) : NULL;
+    if (kept) memcpy(kept, ids, n_ids * sizeof *kept);
+    nb_free(ids);
+    if (status != NB_OK) return nbi_api_from(e, status, &err, "bad_words");
+    if (!kept) return nbi_api_no_memory(e, "this request");
+    *out = (nb_ids){kept, (uint32_t)n_ids};
+    *n += n_ids;
+    return NB_OK;
+}
+
+/* Each word as it stands at the beginning of a text, and inside of one. */
+static nb_status keep_bad_words(nbi_job *job, nbi_api_error *e)
+{
+    const json_t *list = job->params.bad_words, *value;
+    size_t i, n = 0;
+    if (!list) return NB_OK;
+    nb_ids *words = nbi_arena_alloc(&job->arena, 2 * json_array_size(list) * sizeof *words);
+    if (!words) return nbi_api_no_memory(e, "this request");
+    json_array_foreach(list, i, value)
+    {
+        const char *word = json_string_value(value);
+        word += strspn(word, " ");
+        NB_TRY(add_word(job, &words[2 * i], "", word, &n, e));
+        NB_TRY(add_word(job, &words[2 * i + 1], " ", word, &n, e));
+    }
+    job->params.sampling.bad_words = words;
+    job->params.sampling.n_bad_words = (uint32_t)(2 * json_array_size(list));
+    job->params.bad_words = NULL;
+    return NB_OK;
+}
+
 nb_status nbi_job_keep_sampling(nbi_job *job, nbi_api_error *e)
 {
     NB_TRY(keep_stop_strings(job, e));
-    return keep_allowed(job, e);
+    NB_TRY(keep_allowed(job, e));
+    return keep_bad_words(job, e);
 }

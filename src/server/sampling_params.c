@@ -23,10 +23,13 @@ static const struct {
     const char *key;
     neutral neutral;
 } unsupported[] = {
-    {"length_penalty", NEUTRAL_ONE},      {"bad_words", NEUTRAL_EMPTY},
-    {"use_beam_search", NEUTRAL_FALSE},   {"stop_regex", NEUTRAL_EMPTY},
-    {"logprob_token_ids", NEUTRAL_EMPTY}, {"thinking_token_budget", NEUTRAL_NONE},
-    {"lora_path", NEUTRAL_NONE},          {"custom_logit_processor", NEUTRAL_NONE},
+    {"length_penalty", NEUTRAL_ONE},
+    {"use_beam_search", NEUTRAL_FALSE},
+    {"stop_regex", NEUTRAL_EMPTY},
+    {"logprob_token_ids", NEUTRAL_EMPTY},
+    {"thinking_token_budget", NEUTRAL_NONE},
+    {"lora_path", NEUTRAL_NONE},
+    {"custom_logit_processor", NEUTRAL_NONE},
     {"logits_processors", NEUTRAL_EMPTY},
 };
 
@@ -270,6 +273,35 @@ static nb_status read_allowed(nbi_params *p, const json_t *body, const nbi_api_f
     return NB_OK;
 }
 
+static nb_status read_bad_words(nbi_params *p, const json_t *body, const nbi_api_facts *facts,
+                                nbi_api_error *e)
+{
+    json_t *words = NULL;
+    const json_t *value;
+    size_t i;
+    NB_TRY(nbi_field_array(&words, body, "", "bad_words", e));
+    if (json_array_size(words) == 0) return NB_OK;
+    if (!facts->has_text)
+        return nbi_api_field(e, "bad_words", "this model has no tokenizer, so there are no words");
+    if (json_array_size(words) > NB_BAD_WORDS_MAX / 2)
+        return nbi_api_field(e, "bad_words", "more than %d words", NB_BAD_WORDS_MAX / 2);
+    json_array_foreach(words, i, value)
+    {
+        char param[NBI_PARAM_MAX];
+        snprintf(param, sizeof param, "bad_words[%zu]", i);
+        if (!json_is_string(value)) {
+            return nbi_api_field(e, param, "expected a string, found %s", nbi_json_kind(value));
+        }
+        const char *text = json_string_value(value);
+        if (!text[strspn(text, " ")]) return nbi_api_field(e, param, "is empty");
+        if (json_string_length(value) > NBI_STOP_BYTES_MAX)
+            return nbi_api_field(e, param, "a word of %zu bytes, at most %d",
+                                 json_string_length(value), NBI_STOP_BYTES_MAX);
+    }
+    p->bad_words = words;
+    return NB_OK;
+}
+
 static nb_status read_text_options(nbi_params *p, const json_t *body, nbi_api_error *e)
 {
     nb_sampling *s = &p->sampling;
@@ -352,6 +384,7 @@ static nb_status read_common(nbi_params *out, const json_t *body, const nbi_api_
     NB_TRY(read_stop_strings(out, body, e));
     NB_TRY(read_stop_ids(out, body, facts, e));
     NB_TRY(read_allowed(out, body, facts, e));
+    NB_TRY(read_bad_words(out, body, facts, e));
     NB_TRY(read_interval(out, body, e));
     return read_text_options(out, body, e);
 }

@@ -1,4 +1,4 @@
-"""What narrows an answer token by token: allowed_token_ids."""
+"""What narrows an answer token by token: allowed_token_ids, bad_words."""
 
 import pytest
 from test_errors import error_of
@@ -67,3 +67,47 @@ def test_allowed_refused(server, value, param):
     error_of(server.post("/v1/completions", {"prompt": "x", "allowed_token_ids": value}), param=param)
     error_of(server.post("/v1/chat/completions", {"messages": ASK, "allowed_token_ids": value}), param=param)
     error_of(server.post("/generate", {"text": "x", "sampling_params": {"allowed_token_ids": value}}), param="sampling_params." + param)
+
+
+# ---------------------------------------------------------------- bad_words
+
+def words_of(server, answer):
+    """A token of its own in the middle of a word's text, and a text of several tokens."""
+    ids = answer["output_ids"]
+    texts = [server.post("/detokenize", {"tokens": ids[i:i + 3]}).json()["text"] for i in range(2, 14, 5)]
+    return [t for t in texts if t.strip(" ")]
+
+
+@pytest.mark.parametrize("temperature", [0, 1.2])
+def test_bad_words(server, drafting, temperature):
+    """What the plain answer has does not come any more, at its start or behind a space; drafts and a cached prompt change no token."""
+    plain = generate(server, **sampled(temperature=temperature))
+    words = words_of(server, plain)
+    assert words and all(w in plain["text"] for w in words)
+    asks = sampled(temperature=temperature, bad_words=words)
+    answers = [generate(at, **asks)["output_ids"] for at in (server, server, drafting, drafting)]
+    assert answers[0] != plain["output_ids"] and all(a == answers[0] for a in answers)
+    for word in words:
+        for ids in (ids_of(server, word.lstrip(" ")), ids_of(server, " " + word.lstrip(" "))):
+            assert not any(answers[0][i:i + len(ids)] == ids for i in range(len(answers[0])))
+
+
+def test_bad_word_of_several_tokens(server):
+    """Its tokens may come elsewhere: only the last is kept from coming behind the others."""
+    a, b = ids_of(server, "a"), ids_of(server, "b")
+    assert len(ids_of(server, "xq")) == 2
+    x, q = ids_of(server, "xq")
+    free = generate(server, **sampled(temperature=1000, allowed_token_ids=[x, q]))["output_ids"]
+    held = generate(server, **sampled(temperature=1000, allowed_token_ids=[x, q], bad_words=["xq"]))["output_ids"]
+    pairs = list(zip(free, free[1:]))
+    assert (x, q) in pairs and (x, q) not in zip(held, held[1:])
+    assert held == sorted(held, key=lambda i: i == x)
+    assert generate(server, **sampled(allowed_token_ids=a + b, bad_words=["a"]))["text"].strip("b") == ""
+
+
+def test_bad_words_in_chat(server, trained):
+    said = chat(server, chat_template_kwargs={"enable_thinking": False})["message"]["content"]
+    word = next(w for w in said.split() if w.strip(".,"))
+    again = chat(server, chat_template_kwargs={"enable_thinking": False}, bad_words=[word])["message"]["content"]
+    assert again != said
+    assert chat(server, chat_template_kwargs={"enable_thinking": False}, bad_words=[])["message"]["content"] == said
