@@ -271,6 +271,7 @@ void nb_free(void *pointer);
 #define NB_TOP_LOGPROBS_MAX 20
 #define NB_STOP_STRINGS_MAX 16
 #define NB_STOP_IDS_MAX     64
+#define NB_STOP_REGEX_MAX   4
 
 #define NB_LOGIT_BIAS_MAX   1024
 
@@ -322,6 +323,10 @@ typedef struct nb_sampling {
     bool include_stop; /* keep the stop string in the text */
     uint32_t n_stop_strings, n_stop_ids;
     const char *stop_strings[NB_STOP_STRINGS_MAX]; /* UTF-8, not empty */
+    uint32_t n_stop_regex;
+    const char *stop_regex[NB_STOP_REGEX_MAX]; /* PCRE2, UTF-8: the answer ends with the first
+                                                  character that completes a match of at most 256
+                                                  bytes, and is cut before the match */
     int32_t stop_ids[NB_STOP_IDS_MAX];
     int32_t n_logprobs;       /* -1: none; 0: of the chosen token; k <= 20: and the k best */
     float frequency_penalty;  /* [-2, 2]; per occurrence in the answer */
@@ -395,7 +400,8 @@ typedef struct nb_event {
     nb_finish
         finish; /* on the last event; an event may carry finish without a token: then id is -1 */
     int32_t matched_id;     /* EOS or stop id that ended it, else -1 */
-    int32_t matched_string; /* index into stop_strings, else -1 */
+    int32_t matched_string; /* index into stop_strings, with those of stop_regex behind them, else
+                               -1 */
     uint32_t n_top;
     nb_logprob top[NB_TOP_LOGPROBS_MAX]; /* [n_top]; what lies behind is not written */
 } nb_event;

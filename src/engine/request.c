@@ -5,6 +5,7 @@
 
 #include "base/clock.h"
 #include "engine/engine.h"
+#include "text/stop_regex.h"
 
 void nbi_engine_kick(nb_engine *e)
 {
@@ -59,7 +60,9 @@ static nb_status check_sampling(const nb_engine *e, const nb_sampling *s, nb_err
             return nbi_fail(err, NB_INVALID,
                             "stop: an empty string; expected at least one character");
     }
-    if (s->n_stop_strings && !e->tokenizer) {
+    NB_TRY(check_range(s->n_stop_regex <= NB_STOP_REGEX_MAX, err, "stop_regex", s->n_stop_regex,
+                       "at most 4 expressions"));
+    if ((s->n_stop_strings || s->n_stop_regex) && !e->tokenizer) {
         return nbi_fail(err, NB_UNSUPPORTED,
                         "stop: this model has no tokenizer, so there is no text to search");
     }
@@ -159,6 +162,7 @@ static nb_status count_bytes(nb_request *r, nb_engine *e, const nb_request_optio
                nbi_penalties_bytes(&r->sampling, vocab, r->n_max);
     r->bytes += (size_t)n_masks(e, o) * ((vocab + 31) / 32) * 4;
     r->bytes += nbi_token_limits_bytes(&r->sampling, vocab);
+    if (r->sampling.n_stop_regex) r->bytes += nbi_stop_regex_bytes();
     uint64_t all = atomic_fetch_add(&e->request_bytes, r->bytes) + r->bytes;
     if (all <= e->request_bytes_max || o->count == NB_COUNT_NONE) return NB_OK; /* a probe */
     return nbi_fail(err, NB_BUSY,
@@ -171,6 +175,7 @@ static nb_status fill(nb_request *r, nb_engine *e, const nb_request_options *o, 
 {
     r->sampling = o->sampling;
     NB_TRY(nbi_stop_create(&r->stop, r->sampling.stop_strings, r->sampling.n_stop_strings, err));
+    NB_TRY(nbi_stop_add_regex(r->stop, r->sampling.stop_regex, r->sampling.n_stop_regex, err));
     collect_end_ids(e, r);
     draw_seed(e, &r->sampling);
     r->n_prompt = r->n_tokens = (uint32_t)o->n_prompt;

@@ -106,9 +106,8 @@ static nb_status write_usage(const nbi_job *job, const nbi_choice *c, nbi_buf *o
 
 static nb_status write_stop(const nbi_job *job, const nbi_choice *c, nbi_buf *out)
 {
-    const nb_sampling *s = &job->params.sampling;
     if (c->finish == NB_FINISH_STOP && c->matched_string >= 0) {
-        const char *text = s->stop_strings[c->matched_string];
+        const char *text = nbi_job_matched_stop(job, c);
         NB_TRY(nbi_buf_addf(out, "\"stop_reason\":\"stop_sequence\","));
         return nbi_job_write_string(out, "\"stop_sequence\":", text, strlen(text));
     }

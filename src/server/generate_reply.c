@@ -21,7 +21,7 @@ static nb_status write_finish(const nbi_job *job, const nbi_choice *c, nbi_buf *
     if (c->matched_string < 0) {
         return nbi_buf_addf(out, "{\"type\":\"stop\",\"matched\":%d}", c->matched_id);
     }
-    const char *stop = job->params.sampling.stop_strings[c->matched_string];
+    const char *stop = nbi_job_matched_stop(job, c);
     NB_TRY(nbi_job_write_string(out, "{\"type\":\"stop\",\"matched\":", stop, strlen(stop)));
     return nbi_buf_add(out, "}", 1);
 }

@@ -441,7 +441,7 @@ nb_status nbi_job_write_finish(const nbi_job *job, const nbi_choice *c, bool las
                         : c->finish == NB_FINISH_CANCELLED ? "abort"
                                                            : "length"));
     if (c->matched_string >= 0) {
-        const char *stop = s->stop_strings[c->matched_string];
+        const char *stop = nbi_job_matched_stop(job, c);
         NB_TRY(nbi_buf_add(out, ",\"stop_reason\":", 15));
         NB_TRY(nbi_json_quote(out, stop, strlen(stop)));
         NB_TRY(nbi_buf_add(out, ",\"matched_stop\":", 16));

@@ -205,6 +205,8 @@ nb_status nbi_job_write_string(nbi_buf *out, const char *key, const char *s, siz
 
 /* What job->params borrow from the body, into the arena. */
 nb_status nbi_job_keep_sampling(nbi_job *job, nbi_api_error *e);
+/* The stop text, or the expression, that ended the choice: matched_string is not -1. */
+const char *nbi_job_matched_stop(const nbi_job *job, const nbi_choice *choice);
 
 /* ---- job_grammar.c, for job.c */
 

@@ -4,13 +4,11 @@
 
 #include "server/job.h"
 
-static nb_status keep_stop_strings(nbi_job *job, nbi_api_error *e)
+static nb_status keep_texts(nbi_job *job, const char **texts, uint32_t n, nbi_api_error *e)
 {
-    nb_sampling *s = &job->params.sampling;
-    for (uint32_t i = 0; i < s->n_stop_strings; i++) {
-        s->stop_strings[i] =
-            nbi_arena_strndup(&job->arena, s->stop_strings[i], strlen(s->stop_strings[i]));
-        if (!s->stop_strings[i]) return nbi_api_no_memory(e, "this request");
+    for (uint32_t i = 0; i < n; i++) {
+        texts[i] = nbi_arena_strndup(&job->arena, texts[i], strlen(texts[i]));
+        if (!texts[i]) return nbi_api_no_memory(e, "this request");
     }
     return NB_OK;
 }
@@ -73,9 +71,18 @@ static nb_status keep_bad_words(nbi_job *job, nbi_api_error *e)
     return NB_OK;
 }
 
+const char *nbi_job_matched_stop(const nbi_job *job, const nbi_choice *c)
+{
+    const nb_sampling *s = &job->params.sampling;
+    uint32_t i = (uint32_t)c->matched_string;
+    return i < s->n_stop_strings ? s->stop_strings[i] : s->stop_regex[i - s->n_stop_strings];
+}
+
 nb_status nbi_job_keep_sampling(nbi_job *job, nbi_api_error *e)
 {
-    NB_TRY(keep_stop_strings(job, e));
+    nb_sampling *s = &job->params.sampling;
+    NB_TRY(keep_texts(job, s->stop_strings, s->n_stop_strings, e));
+    NB_TRY(keep_texts(job, s->stop_regex, s->n_stop_regex, e));
     NB_TRY(keep_allowed(job, e));
     return keep_bad_words(job, e);
 }

@@ -7,6 +7,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "text/stop_regex.h"
+
 /* ---------------------------------------------------------------- refusals */
 
 /* Values of an unsupported field that ask for nothing. */
@@ -23,13 +25,9 @@ static const struct {
     const char *key;
     neutral neutral;
 } unsupported[] = {
-    {"length_penalty", NEUTRAL_ONE},
-    {"use_beam_search", NEUTRAL_FALSE},
-    {"stop_regex", NEUTRAL_EMPTY},
-    {"logprob_token_ids", NEUTRAL_EMPTY},
-    {"thinking_token_budget", NEUTRAL_NONE},
-    {"lora_path", NEUTRAL_NONE},
-    {"custom_logit_processor", NEUTRAL_NONE},
+    {"length_penalty", NEUTRAL_ONE},      {"use_beam_search", NEUTRAL_FALSE},
+    {"logprob_token_ids", NEUTRAL_EMPTY}, {"thinking_token_budget", NEUTRAL_NONE},
+    {"lora_path", NEUTRAL_NONE},          {"custom_logit_processor", NEUTRAL_NONE},
     {"logits_processors", NEUTRAL_EMPTY},
 };
 
@@ -229,6 +227,42 @@ static nb_status read_stop_strings(nbi_params *p, const json_t *body, nbi_api_er
     return NB_OK;
 }
 
+static nb_status add_stop_regex(nb_sampling *s, const json_t *value, const char *param,
+                                nbi_api_error *e)
+{
+    const char *text = json_string_value(value);
+    nbi_stop_regex *regex = NULL;
+    nb_error err = {0};
+    if (!text) return nbi_api_field(e, param, "expected a string, found %s", nbi_json_kind(value));
+    if (s->n_stop_regex == NB_STOP_REGEX_MAX)
+        return nbi_api_field(e, "stop_regex", "more than %d expressions", NB_STOP_REGEX_MAX);
+    nb_status status = nbi_stop_regex_create(&regex, &text, 1, &err);
+    nbi_stop_regex_destroy(&regex);
+    if (status == NB_NO_MEMORY) return nbi_api_no_memory(e, "this request");
+    if (status != NB_OK) return nbi_api_field(e, param, "%s", err.text);
+    s->stop_regex[s->n_stop_regex++] = text;
+    return NB_OK;
+}
+
+static nb_status read_stop_regex(nbi_params *p, const json_t *body, nbi_api_error *e)
+{
+    const json_t *stop = nbi_field(body, "stop_regex"), *value;
+    size_t i;
+    if (!stop || (json_is_string(stop) && json_string_length(stop) == 0)) return NB_OK;
+    if (json_is_string(stop)) return add_stop_regex(&p->sampling, stop, "stop_regex", e);
+    if (!json_is_array(stop)) {
+        return nbi_api_field(e, "stop_regex", "expected a string or an array of strings, found %s",
+                             nbi_json_kind(stop));
+    }
+    json_array_foreach(stop, i, value)
+    {
+        char param[NBI_PARAM_MAX];
+        snprintf(param, sizeof param, "stop_regex[%zu]", i);
+        NB_TRY(add_stop_regex(&p->sampling, value, param, e));
+    }
+    return NB_OK;
+}
+
 static nb_status read_stop_ids(nbi_params *p, const json_t *body, const nbi_api_facts *facts,
                                nbi_api_error *e)
 {
@@ -382,6 +416,7 @@ static nb_status read_common(nbi_params *out, const json_t *body, const nbi_api_
     NB_TRY(read_logit_bias(out, body, facts, e));
     NB_TRY(read_n(out, body, e));
     NB_TRY(read_stop_strings(out, body, e));
+    NB_TRY(read_stop_regex(out, body, e));
     NB_TRY(read_stop_ids(out, body, facts, e));
     NB_TRY(read_allowed(out, body, facts, e));
     NB_TRY(read_bad_words(out, body, facts, e));

@@ -4,6 +4,7 @@
 #include <string.h>
 
 #include "base/mem.h"
+#include "text/stop_regex.h"
 #include "text/unicode.h"
 
 #define STOP_BYTES_MAX 65536
@@ -93,6 +94,9 @@ struct nbi_stop {
     stop_string strings[NB_STOP_STRINGS_MAX];
     size_t n, longest;
     bool done;
+    nbi_stop_regex *regex; /* NULL: none */
+    char *held;            /* with regex: [n_held] of nbi_stop_room(stop, 0) */
+    size_t n_held;
     nbi_arena arena;
 };
 
@@ -144,14 +148,23 @@ nb_status nbi_stop_create(nbi_stop **out, const char *const *strings, size_t n, 
 void nbi_stop_destroy(nbi_stop **stop)
 {
     if (!*stop) return;
+    nbi_stop_regex_destroy(&(*stop)->regex);
     nbi_arena_free(&(*stop)->arena);
     nbi_free(*stop);
     *stop = NULL;
 }
 
+nb_status nbi_stop_add_regex(nbi_stop *stop, const char *const *patterns, size_t n, nb_error *err)
+{
+    if (!n) return NB_OK;
+    NB_TRY(nbi_stop_regex_create(&stop->regex, patterns, n, err));
+    stop->held = nbi_arena_alloc(&stop->arena, nbi_stop_room(stop, 0));
+    return stop->held ? NB_OK : nbi_fail(err, NB_NO_MEMORY, "out of memory for stop_regex");
+}
+
 size_t nbi_stop_room(const nbi_stop *stop, size_t n)
 {
-    return n + stop->longest;
+    return n + stop->longest + (stop->regex ? NBI_STOP_REGEX_BYTES : 0);
 }
 
 /* The string whose beginning is held, NULL for none. */
@@ -186,11 +199,47 @@ static size_t put_joined(const uint8_t *held, size_t n_held, const char *text, s
     return want;
 }
 
+static size_t character_length(uint8_t lead)
+{
+    return lead < 0xc0 ? 1 : lead < 0xe0 ? 2 : lead < 0xf0 ? 3 : 4;
+}
+
+/* As nbi_stop_push(). The text held back and what is new are put together in `out`. */
+static size_t push_both(nbi_stop *stop, const char *text, size_t n, bool include, char *out,
+                        int *matched)
+{
+    size_t len = stop->n_held, length;
+    memcpy(out, stop->held, len);
+    for (size_t i = 0; i < n;) {
+        size_t n_char = character_length((uint8_t)text[i]);
+        if (n_char > n - i) n_char = n - i;
+        for (size_t k = 0; k < n_char && *matched < 0; k++) {
+            *matched = step(stop, (uint8_t)text[i + k]);
+            out[len++] = text[i + k];
+        }
+        if (*matched >= 0) {
+            length = stop->strings[*matched].n;
+        } else {
+            int found = nbi_stop_regex_push(stop->regex, text + i, n_char, &length);
+            if (found >= 0) *matched = (int)stop->n + found;
+        }
+        stop->done = *matched >= 0;
+        if (stop->done) return include ? len : len - length;
+        i += n_char;
+    }
+    const stop_string *string = held_string(stop);
+    stop->n_held = nbi_stop_regex_held(stop->regex);
+    if (string && string->state > stop->n_held) stop->n_held = string->state;
+    memcpy(stop->held, out + len - stop->n_held, stop->n_held);
+    return len - stop->n_held;
+}
+
 size_t nbi_stop_push(nbi_stop *stop, const char *text, size_t n, bool include, char *out,
                      int *matched)
 {
     *matched = -1;
     if (stop->done) return 0;
+    if (stop->regex) return push_both(stop, text, n, include, out, matched);
     const stop_string *before = held_string(stop);
     const uint8_t *held = before ? before->bytes : NULL;
     size_t n_held = before ? before->state : 0;
@@ -207,6 +256,12 @@ size_t nbi_stop_push(nbi_stop *stop, const char *text, size_t n, bool include, c
 
 size_t nbi_stop_flush(nbi_stop *stop, char *out)
 {
+    if (stop->regex) {
+        size_t n_held = stop->done ? 0 : stop->n_held;
+        memcpy(out, stop->held, n_held);
+        stop->n_held = 0;
+        return n_held;
+    }
     const stop_string *held = stop->done ? NULL : held_string(stop);
     size_t n = held ? held->state : 0;
     if (n) memcpy(out, held->bytes, n);

@@ -42,6 +42,10 @@ typedef struct nbi_stop nbi_stop;
 nb_status nbi_stop_create(nbi_stop **out, const char *const *strings, size_t n, nb_error *err);
 void nbi_stop_destroy(nbi_stop **stop);
 
+/* Expressions beside the strings (stop_regex.h), whose indices follow those of the strings; once,
+ * before any text. What ends first counts, of a string and an expression the string. */
+nb_status nbi_stop_add_regex(nbi_stop *stop, const char *const *patterns, size_t n, nb_error *err);
+
 /* Bytes that a push of n bytes, or a flush, can write. */
 size_t nbi_stop_room(const nbi_stop *stop, size_t n);
 
