@@ -347,6 +347,7 @@ typedef struct nb_sampling {
     uint32_t think_budget;          /* tokens between think_begin and think_end, of all the answer's
                                        thinking; behind them think_end is all that may come */
     int32_t think_begin, think_end; /* ids */
+    int32_t think_call;             /* ends thinking too, as a tool call does; -1: none */
 } nb_sampling;
 
 void nb_sampling_default(const nb_engine *engine, nb_sampling *sampling);

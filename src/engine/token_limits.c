@@ -111,7 +111,7 @@ static void think(const nb_sampling *s, bool *inside, uint32_t *n, int32_t id)
 {
     if (id == s->think_begin) {
         *inside = true;
-    } else if (id == s->think_end) {
+    } else if (id == s->think_end || id == s->think_call) {
         *inside = false;
     } else {
         *n += *inside;

@@ -151,6 +151,7 @@ static nb_status submit(nbi_job *job, nbi_choice *choice, nbi_api_error *e)
         options.grammar = &hooks;
     }
     set_logprobs(job, s);
+    nbi_job_set_thinking(prompt, s);
     s->seed += choice->index % job->per_prompt;
     s->max_tokens = job->params.max_tokens;
     if (job->params.has_max_tokens && s->max_tokens == 0) {

@@ -205,6 +205,12 @@ nb_status nbi_job_write_string(nbi_buf *out, const char *key, const char *s, siz
 
 /* What job->params borrow from the body, into the arena. */
 nb_status nbi_job_keep_sampling(nbi_job *job, nbi_api_error *e);
+/* Whether the prompt has opened the thinking that has a budget. */
+void nbi_job_set_thinking(const nbi_prompt *prompt, nb_sampling *s);
+/* The token of a text that is one, else -1. */
+int32_t nbi_job_find_token(const nbi_job *job, const char *text);
+/* The token that opens calls in the model's form, -1 when it is not one token. */
+int32_t nbi_job_call_token(const nbi_job *job);
 /* The stop text, or the expression, that ended the choice: matched_string is not -1. */
 const char *nbi_job_matched_stop(const nbi_job *job, const nbi_choice *choice);
 

@@ -7,25 +7,6 @@
 /* Cloning a known grammar is quick, but not for hundreds of answers. */
 #define AT_ONCE_MAX 4u
 
-static int32_t find(const nbi_job *job, const char *text)
-{
-    return nbi_token_find(job->served->text.tokenizer, text, strlen(text));
-}
-
-/* The token that opens calls in the model's form, -1 when it is not one token. */
-static int32_t call_token(const nbi_job *job)
-{
-    switch (job->served->tool_form) {
-    case NBI_TOOL_FORM_GLM:
-    case NBI_TOOL_FORM_HERMES: return find(job, "<tool_call>");
-    case NBI_TOOL_FORM_DEEPSEEK:
-        return find(job, "<\xef\xbd\x9ctool\xe2\x96\x81"
-                         "calls\xe2\x96\x81"
-                         "begin\xef\xbd\x9c>");
-    default: return -1;
-    }
-}
-
 /* Thinking goes on as it likes and the grammar begins behind it. Where tools may be called, a call
  * may come instead of the text. */
 static nbi_grammar_options options_for(const nbi_job *job)
@@ -33,7 +14,8 @@ static nbi_grammar_options options_for(const nbi_job *job)
     nbi_grammar_options o = {.after_think = -1};
     bool thinks = job->prompts && job->served->reasoning != NBI_REASONING_NONE &&
                   job->surface->logprob_shape == NBI_LOGPROBS_CHAT && !job->thinking_closed;
-    int32_t call = call_token(job), close = find(job, "</think>"), open = find(job, "<think>");
+    int32_t call = nbi_job_call_token(job), close = nbi_job_find_token(job, "</think>"),
+            open = nbi_job_find_token(job, "<think>");
     if (json_array_size(job->tools) && !job->forced_calls && call >= 0) {
         o.may_call = true;
         o.call_begin = call;

@@ -71,6 +71,44 @@ static nb_status keep_bad_words(nbi_job *job, nbi_api_error *e)
     return NB_OK;
 }
 
+int32_t nbi_job_find_token(const nbi_job *job, const char *text)
+{
+    return nbi_token_find(job->served->text.tokenizer, text, strlen(text));
+}
+
+int32_t nbi_job_call_token(const nbi_job *job)
+{
+    switch (job->served->tool_form) {
+    case NBI_TOOL_FORM_GLM:
+    case NBI_TOOL_FORM_HERMES: return nbi_job_find_token(job, "<tool_call>");
+    case NBI_TOOL_FORM_DEEPSEEK:
+        return nbi_job_find_token(job, "<\xef\xbd\x9ctool\xe2\x96\x81"
+                                       "calls\xe2\x96\x81"
+                                       "begin\xef\xbd\x9c>");
+    default: return -1;
+    }
+}
+
+static nb_status find_thinking(const nbi_job *job, nb_sampling *s, nbi_api_error *e)
+{
+    if (!s->has_think_budget) return NB_OK;
+    nbi_reasoning_kind kind = job->served->reasoning;
+    s->think_begin = nbi_job_find_token(job, "<think>");
+    s->think_end = nbi_job_find_token(job, "</think>");
+    s->think_call = kind == NBI_REASONING_GLM45 ? nbi_job_call_token(job) : -1;
+    if (kind != NBI_REASONING_NONE && s->think_begin >= 0 && s->think_end >= 0) return NB_OK;
+    return nbi_api_field(e, "thinking_token_budget",
+                         "this model has no tokens that begin and end its thinking");
+}
+
+void nbi_job_set_thinking(const nbi_prompt *prompt, nb_sampling *s)
+{
+    size_t i = prompt->n_ids;
+    if (!s->has_think_budget) return;
+    while (i && prompt->ids[i - 1] != s->think_begin && prompt->ids[i - 1] != s->think_end) i--;
+    s->think_open = i && prompt->ids[i - 1] == s->think_begin;
+}
+
 const char *nbi_job_matched_stop(const nbi_job *job, const nbi_choice *c)
 {
     const nb_sampling *s = &job->params.sampling;
@@ -83,6 +121,7 @@ nb_status nbi_job_keep_sampling(nbi_job *job, nbi_api_error *e)
     nb_sampling *s = &job->params.sampling;
     NB_TRY(keep_texts(job, s->stop_strings, s->n_stop_strings, e));
     NB_TRY(keep_texts(job, s->stop_regex, s->n_stop_regex, e));
+    NB_TRY(find_thinking(job, s, e));
     NB_TRY(keep_allowed(job, e));
     return keep_bad_words(job, e);
 }

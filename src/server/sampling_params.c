@@ -25,10 +25,9 @@ static const struct {
     const char *key;
     neutral neutral;
 } unsupported[] = {
-    {"length_penalty", NEUTRAL_ONE},      {"use_beam_search", NEUTRAL_FALSE},
-    {"logprob_token_ids", NEUTRAL_EMPTY}, {"thinking_token_budget", NEUTRAL_NONE},
-    {"lora_path", NEUTRAL_NONE},          {"custom_logit_processor", NEUTRAL_NONE},
-    {"logits_processors", NEUTRAL_EMPTY},
+    {"length_penalty", NEUTRAL_ONE},          {"use_beam_search", NEUTRAL_FALSE},
+    {"logprob_token_ids", NEUTRAL_EMPTY},     {"lora_path", NEUTRAL_NONE},
+    {"custom_logit_processor", NEUTRAL_NONE}, {"logits_processors", NEUTRAL_EMPTY},
 };
 
 static bool is_neutral(const json_t *value, neutral kind)
@@ -344,6 +343,15 @@ static nb_status read_text_options(nbi_params *p, const json_t *body, nbi_api_er
     return nbi_field_bool(&s->skip_special, body, "", "skip_special_tokens", e);
 }
 
+static nb_status read_think_budget(nbi_params *p, const json_t *body, nbi_api_error *e)
+{
+    int64_t budget = -1;
+    NB_TRY(nbi_field_int(&budget, body, "", "thinking_token_budget", -1, UINT32_MAX, e));
+    p->sampling.has_think_budget = budget >= 0;
+    p->sampling.think_budget = budget >= 0 ? (uint32_t)budget : 0;
+    return NB_OK;
+}
+
 static nb_status read_interval(nbi_params *p, const json_t *body, nbi_api_error *e)
 {
     int64_t interval = 0;
@@ -420,6 +428,7 @@ static nb_status read_common(nbi_params *out, const json_t *body, const nbi_api_
     NB_TRY(read_stop_ids(out, body, facts, e));
     NB_TRY(read_allowed(out, body, facts, e));
     NB_TRY(read_bad_words(out, body, facts, e));
+    NB_TRY(read_think_budget(out, body, e));
     NB_TRY(read_interval(out, body, e));
     return read_text_options(out, body, e);
 }

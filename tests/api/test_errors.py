@@ -36,7 +36,7 @@ COMMON = [
     ("prompt_logprobs", "1"), ("prompt_logprobs", -1), ("prompt_logprobs", 21), ("truncate_prompt_tokens", 0),
     ("truncate_prompt_tokens", -2), ("truncate_prompt_tokens", 10**7), ("priority", "x"), ("stream_interval", 0), ("stream_interval", "4"), ("rid", 3), ("rid", ""), ("rid", "x" * 257), ("request_id", []),
     ("user", 3), ("metadata", "x"), ("store", "yes"), ("service_tier", 1), ("spaces_between_special_tokens", "x"),
-    ("response_format", "json"), ("bad_words", "x"), ("stop_regex", 3), ("stop_regex", "("), ("stop_regex", "a*"), ("stop_regex", "x" * 1025), ("stop_regex", ["a"] * 5), ("bad_words", ["x"] * 1025), ("bad_words", ["x" * 1000, "yz" * 500] * 500), ("regex", 3),
+    ("response_format", "json"), ("bad_words", "x"), ("thinking_token_budget", -2), ("thinking_token_budget", "5"), ("thinking_token_budget", 1.5), ("stop_regex", 3), ("stop_regex", "("), ("stop_regex", "a*"), ("stop_regex", "x" * 1025), ("stop_regex", ["a"] * 5), ("bad_words", ["x"] * 1025), ("bad_words", ["x" * 1000, "yz" * 500] * 500), ("regex", 3),
 ]
 NESTED = [
     ("stop", ["a", 3], "stop[1]"), ("stop", ["a", ""], "stop[1]"), ("stop_token_ids", [1, "x"], "stop_token_ids[1]"), ("bad_words", ["x", 3], "bad_words[1]"), ("stop_regex", ["a", 3], "stop_regex[1]"), ("stop_regex", ["a", "[b"], "stop_regex[1]"), ("stop_regex", ["", "b"], "stop_regex[0]"), ("bad_words", ["  "], "bad_words[0]"), ("bad_words", ["x" * 1025], "bad_words[0]"),

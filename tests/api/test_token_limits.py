@@ -1,4 +1,4 @@
-"""What narrows an answer token by token: allowed_token_ids, bad_words."""
+"""What narrows an answer token by token: allowed_token_ids, bad_words, thinking_token_budget."""
 
 import pytest
 from test_errors import error_of
@@ -111,3 +111,55 @@ def test_bad_words_in_chat(server, trained):
     again = chat(server, chat_template_kwargs={"enable_thinking": False}, bad_words=[word])["message"]["content"]
     assert again != said
     assert chat(server, chat_template_kwargs={"enable_thinking": False}, bad_words=[])["message"]["content"] == said
+
+
+# ---------------------------------------------------------------- thinking_token_budget
+
+THINK = {"text": "<|user|>What is 3+5?<|assistant|><think>"}
+
+
+@pytest.mark.parametrize("budget", [0, 1, 4])
+def test_thinking_budget(server, drafting, budget):
+    """The thinking is cut behind its budget and the answer follows; drafts and a cached prompt change no token."""
+    close, = ids_of(server, "</think>")
+    plain = generate(server, **THINK, sampling_params={"temperature": 0, "max_new_tokens": 60})["output_ids"]
+    asks = {**THINK, "sampling_params": {"temperature": 0, "max_new_tokens": 60, "thinking_token_budget": budget}}
+    answers = [generate(at, **asks)["output_ids"] for at in (server, server, drafting, drafting)]
+    assert close not in plain[:5]
+    assert answers[0][:budget] == plain[:budget] and answers[0][budget] == close and all(a == answers[0] for a in answers)
+    assert answers[0].count(close) == 1 and len(answers[0]) > budget + 1
+    wide = {**THINK, "sampling_params": {"temperature": 0, "max_new_tokens": 60, "thinking_token_budget": 59}}
+    assert generate(drafting, **wide)["output_ids"] == plain
+
+
+def test_thinking_budget_of_the_answer(server, trained):
+    """Thinking that the answer opens has the budget too."""
+    open_, close = ids_of(server, "<think></think>")
+    asks = {"text": "<|user|>What is 3+5?<|assistant|>", "sampling_params": {
+        "temperature": 0, "max_new_tokens": 30, "thinking_token_budget": 3, "logit_bias": {str(open_): 15}, "ignore_eos": True}}
+    ids = generate(server, **asks)["output_ids"]
+    assert open_ in ids
+    opened = ids.index(open_)
+    assert close in ids[opened:opened + 5]
+
+
+def test_thinking_budget_in_chat(server, trained):
+    def ask(path="/v1/chat/completions", **body):
+        reply = server.post(path, {"temperature": 0, **body})
+        assert reply.status_code == 200, reply.text
+        return reply.json()
+
+    plain, short = (ask(messages=ASK, max_tokens=80, thinking_token_budget=budget) for budget in (-1, 2))
+    assert plain["usage"]["completion_tokens_details"]["reasoning_tokens"] > 4
+    assert 2 <= short["usage"]["completion_tokens_details"]["reasoning_tokens"] <= 3
+    assert short["choices"][0]["message"]["content"]
+    bound = ask(messages=ASK, max_tokens=80, thinking_token_budget=2, regex="[0-9]{2}")
+    assert bound["choices"][0]["message"]["content"].isdigit() and bound["usage"]["completion_tokens_details"]["reasoning_tokens"] <= 3
+    off = {"chat_template_kwargs": {"enable_thinking": False}}
+    assert ask(messages=ASK, max_tokens=20, thinking_token_budget=0, **off)["choices"] == ask(messages=ASK, max_tokens=20, **off)["choices"]
+
+
+def test_thinking_budget_needs_thinking(serve):
+    server = serve("--reasoning-parser", "none")
+    error_of(server.post("/v1/completions", {"prompt": "x", "thinking_token_budget": 3}), param="thinking_token_budget")
+    server.stop()

@@ -189,14 +189,21 @@ static void thinking_ends_with_its_budget(void **state)
         s.has_think_budget = true;
         s.think_open = true;
         s.think_budget = 17;
+        s.think_call = -1;
         s.think_end = end;
         s.think_begin = end + 1 == plain[0] ? end + 2 : end + 1;
         run_both(&s, NULL, ids);
         assert_memory_equal(ids, plain, 17 * sizeof *ids);
         assert_int_equal(ids[17], end);
+        s.think_call = plain[9]; /* none of the budget is used up before */
+        s.think_budget = 10;
+        run_both(&s, NULL, ids);
+        assert_memory_equal(ids, plain, 10 * sizeof *ids);
+        assert_int_not_equal(ids[10], end);
+        s.think_call = -1;
+        s.think_budget = 0;
         s.think_open = false; /* opened by the answer's first token */
         s.think_begin = plain[0];
-        s.think_budget = 0;
         run_both(&s, NULL, ids);
         assert_int_equal(ids[0], plain[0]);
         assert_int_equal(ids[1], end);
