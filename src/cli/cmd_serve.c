@@ -228,6 +228,8 @@ int nbi_cmd_serve(int argc, char **argv)
          "what clients call the model (default: its folder's name);\nmay be repeated", false},
         {"chat-template", NBI_OPT_STRING, &s.options.chat_template_file, "FILE",
          "Jinja file instead of the checkpoint's", false},
+        {"trust-request-chat-template", NBI_OPT_FLAG, &s.options.trust_templates, NULL,
+         "requests may bring a template of their own (chat_template)", false},
         {"reasoning-parser", NBI_OPT_STRING, &s.options.reasoning_parser, "NAME",
          "auto (default), none, glm45, deepseek-r1, qwen3", false},
         {"tool-call-parser", NBI_OPT_STRING, &s.options.tool_parser, "NAME",

@@ -145,11 +145,42 @@ static nb_status read_kwargs(json_t *kwargs, const json_t *body, nbi_api_error *
     return json_object_update(kwargs, given) == 0 ? NB_OK : NO_MEMORY(e);
 }
 
+/* vLLM's: what the template shows beside the messages. */
+static nb_status read_documents(json_t **out, const json_t *body, nbi_api_error *e)
+{
+    json_t *documents = NULL;
+    const json_t *document;
+    size_t i;
+    NB_TRY(nbi_field_array(&documents, body, "", "documents", e));
+    json_array_foreach(documents, i, document)
+    {
+        char param[NBI_PARAM_MAX];
+        snprintf(param, sizeof param, "documents[%zu]", i);
+        if (json_is_object(document)) continue;
+        return nbi_api_field(e, param, "expected an object, found %s", nbi_json_kind(document));
+    }
+    if (json_array_size(documents)) *out = json_incref(documents);
+    return NB_OK;
+}
+
+static nb_status read_template(json_t **out, const json_t *body, nbi_api_error *e)
+{
+    const char *text = NULL;
+    NB_TRY(nbi_field_str(&text, body, "", "chat_template", e));
+    if (!text) return NB_OK;
+    size_t n = strlen(text);
+    if (n == 0 || n > NBI_CHAT_TEMPLATE_MAX) {
+        return nbi_api_field(e, "chat_template", "has %zu bytes, expected 1 to %d", n,
+                             NBI_CHAT_TEMPLATE_MAX);
+    }
+    *out = json_incref(json_object_get(body, "chat_template"));
+    return NB_OK;
+}
+
 /* Fields of chat requests whose effect is not built; ignoring them would change the answer. */
 static nb_status refuse_unsupported(const json_t *body, nbi_api_error *e)
 {
-    static const char *const values[] = {"chat_template", "documents", "functions",
-                                         "function_call", "audio",     "input_ids"};
+    static const char *const values[] = {"functions", "function_call", "audio", "input_ids"};
     for (size_t i = 0; i < sizeof values / sizeof *values; i++) {
         if (nbi_field(body, values[i])) {
             return nbi_api_field(e, values[i], "not supported by this server");
@@ -186,20 +217,25 @@ nb_status nbi_chat_request_read(json_t **out, const json_t *body, nbi_api_error 
 {
     nb_status status;
     json_t *messages = NULL, *tools = NULL, *kwargs = json_object(), *request = NULL;
+    json_t *documents = NULL, *tmpl = NULL;
     bool generate = true, go_on = false;
     if (!kwargs) return NO_MEMORY(e);
     NB_TRY_OR(status, read_messages(&messages, body, e), done);
     NB_TRY_OR(status, read_tools(&tools, body, e), done);
     NB_TRY_OR(status, read_kwargs(kwargs, body, e), done);
     NB_TRY_OR(status, read_ending(&generate, &go_on, body, messages, e), done);
+    NB_TRY_OR(status, read_documents(&documents, body, e), done);
+    NB_TRY_OR(status, read_template(&tmpl, body, e), done);
     NB_TRY_OR(status, refuse_unsupported(body, e), done);
-    request = json_pack("{sO, sO?, sO, sb, sb}", "messages", messages, "tools", tools,
-                        "chat_template_kwargs", kwargs, "add_generation_prompt", generate,
-                        "continue_final_message", go_on);
+    request = json_pack("{sO, sO?, sO?, sO?, sO, sb, sb}", "messages", messages, "tools", tools,
+                        "documents", documents, "chat_template", tmpl, "chat_template_kwargs",
+                        kwargs, "add_generation_prompt", generate, "continue_final_message", go_on);
     if (!request) status = NO_MEMORY(e);
 done:
     json_decref(messages);
     json_decref(tools);
+    json_decref(documents);
+    json_decref(tmpl);
     json_decref(kwargs);
     if (status == NB_OK) *out = request;
     return status;

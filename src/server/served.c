@@ -69,19 +69,60 @@ nb_status nbi_served_too_long(const nbi_served *served, const nb_error *err, con
                         field, err->text, served->facts.max_context);
 }
 
-nb_status nbi_served_encode_chat(const nbi_served *served, const json_t *request, const char *field,
-                                 size_t max_ids, nbi_chat_prompt *prompt, nbi_api_error *e)
+/* The request's own template; *out stays NULL without one. */
+static nb_status open_own_template(nbi_template **out, const nbi_served *served,
+                                   const json_t *request, nbi_api_error *e)
 {
+    const char *source = json_string_value(json_object_get(request, "chat_template"));
+    nb_error err = {0};
+    if (!source) return NB_OK;
+    if (!served->trust_templates) {
+        return nbi_api_field(e, "chat_template",
+                             "templates of clients are not taken by this server "
+                             "(--trust-request-chat-template)");
+    }
+    nb_status status = nbi_template_create(out, source, strlen(source),
+                                           nbi_template_variables(served->text.tmpl), &err);
+    return status == NB_OK ? NB_OK : nbi_api_from(e, status, &err, "chat_template");
+}
+
+/* Documents that the template does not look at would be left out without a word. */
+static nb_status check_documents(const nbi_template *tmpl, const json_t *request, nbi_api_error *e)
+{
+    bool tools = json_array_size(json_object_get(request, "tools")) > 0;
+    if (!json_array_size(json_object_get(request, "documents"))) return NB_OK;
+    if (strstr(nbi_template_source(tmpl, tools), "documents")) return NB_OK;
+    return nbi_api_field(e, "documents", "the chat template does not show documents");
+}
+
+static nb_status encode_chat(const nbi_served *served, const nbi_template *tmpl,
+                             const json_t *request, const char *field, size_t max_ids,
+                             nbi_chat_prompt *prompt, nbi_api_error *e)
+{
+    NB_TRY(check_documents(tmpl, request, e));
     nb_error err = {0};
     nbi_chat_options options = {
         .reasoning = served->reasoning,
         .max_ids = max_ids,
         .continue_final = json_is_true(json_object_get(request, "continue_final_message"))};
     nb_status status =
-        nbi_chat_encode(prompt, served->text.tmpl, served->text.tokenizer, request, &options, &err);
+        nbi_chat_encode(prompt, tmpl, served->text.tokenizer, request, &options, &err);
     if (status == NB_OK) return NB_OK;
     if (status == NB_TOO_LARGE) return nbi_served_too_long(served, &err, field, e);
+    if (status == NB_INVALID && tmpl != served->text.tmpl)
+        return nbi_api_field(e, "chat_template", "%s", err.text);
     return nbi_api_from(e, status, &err, field);
+}
+
+nb_status nbi_served_encode_chat(const nbi_served *served, const json_t *request, const char *field,
+                                 size_t max_ids, nbi_chat_prompt *prompt, nbi_api_error *e)
+{
+    nbi_template *own = NULL;
+    NB_TRY(open_own_template(&own, served, request, e));
+    nb_status status =
+        encode_chat(served, own ? own : served->text.tmpl, request, field, max_ids, prompt, e);
+    nbi_template_close(&own);
+    return status;
 }
 
 nbi_reasoning_kind nbi_reasoning_of_family(const char *family)

@@ -61,6 +61,7 @@ typedef struct nbi_served {
     uint64_t id_key;
     uint32_t request_timeout_ms; /* 0: none */
     uint32_t stream_interval;    /* tokens per event of a stream; 0: 1 */
+    bool trust_templates;        /* of requests */
     bool keep_text;              /* jobs keep the text of their answers for the log */
     const char **names;
     char *architectures; /* of config.json, a JSON list; NULL: none */

@@ -185,6 +185,7 @@ nb_status nbi_server_ready(nbi_server *server, nb_engine *engine, nb_error *err)
     NB_TRY(nbi_served_create(&server->served, engine, &server->text, &options, err));
     server->served->request_timeout_ms = o->request_timeout_s * 1000;
     server->served->stream_interval = o->stream_interval;
+    server->served->trust_templates = o->trust_templates;
     server->served->keep_text = o->request_log && o->log_content;
     atomic_store(&server->served_there, true);
     nb_engine_on_step(engine, nbi_sender_after_step, server);

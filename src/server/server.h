@@ -34,6 +34,7 @@ typedef struct nbi_server_options {
     const char *const *names; /* [n_names] served model names; none: the folder's name */
     uint32_t n_names;
     const char *chat_template_file; /* NULL: the checkpoint's */
+    bool trust_templates;           /* a request may bring its own */
     const char *reasoning_parser;   /* "auto", "none" or a parser's name */
     const char *tool_parser;        /* the same for tool calls */
     const char *grammar_backend;    /* "auto", "llguidance", "none" or another library's name */

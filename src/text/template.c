@@ -156,6 +156,11 @@ const char *nbi_template_source(const nbi_template *tmpl, bool tools)
     return text_for(tmpl, tools)->source;
 }
 
+const char *nbi_template_variables(const nbi_template *tmpl)
+{
+    return tmpl->plain.variables;
+}
+
 void nbi_template_warm(const nbi_template *tmpl)
 {
     nbi_python_warm(tmpl ? &tmpl->plain : NULL);

@@ -39,6 +39,9 @@ void nbi_template_close(nbi_template **tmpl);
 /* The template's text, for requests with tools if `tools`. */
 const char *nbi_template_source(const nbi_template *tmpl, bool tools);
 
+/* Its variables, a JSON object as for nbi_template_create(). */
+const char *nbi_template_variables(const nbi_template *tmpl);
+
 /* Starts Python, imports Jinja2 and compiles the template, in the background. Returns at once;
  * never fails. NULL: no template to compile. */
 void nbi_template_warm(const nbi_template *tmpl);
