@@ -328,7 +328,10 @@ typedef struct nb_sampling {
                                                   character that completes a match of at most 256
                                                   bytes, and is cut before the match */
     int32_t stop_ids[NB_STOP_IDS_MAX];
-    int32_t n_logprobs;       /* -1: none; 0: of the chosen token; k <= 20: and the k best */
+    int32_t n_logprobs;     /* -1: none; 0: of the chosen token; k <= 20: and the k best */
+    uint32_t n_logprob_ids; /* with n_logprobs >= 0: log-probabilities of these instead of the
+                               best; in nb_event.top in this order */
+    int32_t logprob_ids[NB_TOP_LOGPROBS_MAX];
     float frequency_penalty;  /* [-2, 2]; per occurrence in the answer */
     float presence_penalty;   /* [-2, 2]; once per token of the answer */
     float repetition_penalty; /* (0, 2]; 1 is off; tokens of prompt and answer */

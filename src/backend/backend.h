@@ -261,6 +261,9 @@ typedef struct nbi_sample_row {
     int32_t top_k; /* <= 0: off */
     uint64_t seed, counter;
     int32_t n_logprobs;        /* -1: none, else top count */
+    const int32_t *wanted;     /* [n_wanted] with n_logprobs >= 0: ids below vocab whose
+                                  log-probabilities go to the place of the top ones; host, or NULL */
+    uint32_t n_wanted;         /* at most NBI_SAMPLE_TOP_MAX */
     nbi_sample_adjust *adjust; /* [n_adjust], distinct ids; host memory, or NULL */
     uint32_t n_adjust;
     const uint32_t *mask; /* host bits [ceil(vocab / 32)], 1: may be chosen; NULL: all may */
@@ -278,7 +281,7 @@ typedef struct nbi_sample_out {
     int32_t id;
     float logprob; /* of id; only with n_logprobs >= 0 */
     int32_t top_ids[NBI_SAMPLE_TOP_MAX];
-    float top_logprobs[NBI_SAMPLE_TOP_MAX]; /* descending */
+    float top_logprobs[NBI_SAMPLE_TOP_MAX]; /* descending; of wanted ids in their order */
 } nbi_sample_out;
 
 typedef struct nbi_sample_args {

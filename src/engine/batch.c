@@ -113,7 +113,9 @@ static void add_logit_row(nbi_step_batch *b, nb_request *r, uint32_t row, uint32
                                          .top_k = s->top_k,
                                          .seed = s->seed,
                                          .counter = p + 1 - r->n_prompt,
-                                         .n_logprobs = s->n_logprobs};
+                                         .n_logprobs = s->n_logprobs,
+                                         .wanted = s->logprob_ids,
+                                         .n_wanted = s->n_logprob_ids};
     if (!last) {
         b->sample_rows[i].forced = true;
         b->sample_rows[i].forced_id = r->tokens[p + 1];

@@ -90,7 +90,8 @@ static void fill_logprobs(nb_event *event, const nb_request *r, const nbi_sample
     if (r->sampling.n_logprobs < 0) return;
     event->has_logprob = true;
     event->logprob = finite_logprob(out->logprob);
-    event->n_top = (uint32_t)r->sampling.n_logprobs;
+    uint32_t n_ids = r->sampling.n_logprob_ids;
+    event->n_top = n_ids ? n_ids : (uint32_t)r->sampling.n_logprobs;
     for (uint32_t i = 0; i < event->n_top; i++) {
         event->top[i] = (nb_logprob){out->top_ids[i], finite_logprob(out->top_logprobs[i])};
     }

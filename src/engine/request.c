@@ -51,6 +51,14 @@ static nb_status check_sampling(const nb_engine *e, const nb_sampling *s, nb_err
     }
     NB_TRY(check_range(s->n_stop_strings <= NB_STOP_STRINGS_MAX, err, "stop", s->n_stop_strings,
                        "at most 16 strings"));
+    NB_TRY(check_range(s->n_logprob_ids <= NB_TOP_LOGPROBS_MAX, err, "logprob_token_ids",
+                       s->n_logprob_ids, "at most 20 ids"));
+    for (uint32_t i = 0; i < s->n_logprob_ids; i++) {
+        bool ok = s->logprob_ids[i] >= 0 &&
+                  (uint32_t)s->logprob_ids[i] < nbi_model_config(e->model)->vocab;
+        NB_TRY(check_range(ok, err, "logprob_token_ids", s->logprob_ids[i],
+                           "an id of the vocabulary"));
+    }
     NB_TRY(check_range(s->n_stop_ids <= NB_STOP_IDS_MAX, err, "stop_token_ids", s->n_stop_ids,
                        "at most 64 ids"));
     NB_TRY(check_range(!s->max_tokens || s->min_tokens <= s->max_tokens, err, "min_tokens",

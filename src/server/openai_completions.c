@@ -33,6 +33,7 @@ static nb_status read(nbi_job *job, const json_t *body, nbi_api_error *e)
         return nbi_api_field(e, "best_of", "more than n is not available when \"stream\" is true");
     }
     p->n_logprobs = (int32_t)logprobs;
+    NB_TRY(nbi_params_read_logprob_ids(p, body, facts, e));
     return nbi_prompts_check(nbi_field(body, "prompt"), "prompt", facts, e);
 }
 

@@ -25,9 +25,9 @@ static const struct {
     const char *key;
     neutral neutral;
 } unsupported[] = {
-    {"length_penalty", NEUTRAL_ONE},          {"use_beam_search", NEUTRAL_FALSE},
-    {"logprob_token_ids", NEUTRAL_EMPTY},     {"lora_path", NEUTRAL_NONE},
-    {"custom_logit_processor", NEUTRAL_NONE}, {"logits_processors", NEUTRAL_EMPTY},
+    {"length_penalty", NEUTRAL_ONE},      {"use_beam_search", NEUTRAL_FALSE},
+    {"lora_path", NEUTRAL_NONE},          {"custom_logit_processor", NEUTRAL_NONE},
+    {"logits_processors", NEUTRAL_EMPTY},
 };
 
 static bool is_neutral(const json_t *value, neutral kind)
@@ -54,6 +54,13 @@ static nb_status refuse_unsupported(const json_t *body, nbi_api_error *e)
         }
     }
     return NB_OK;
+}
+
+nb_status nbi_params_refuse_logprob_ids(const json_t *body, nbi_api_error *e)
+{
+    const json_t *value = nbi_field(body, "logprob_token_ids");
+    if (!value || is_neutral(value, NEUTRAL_EMPTY)) return NB_OK;
+    return nbi_api_field(e, "logprob_token_ids", "not supported by this API");
 }
 
 /* ---------------------------------------------------------------- groups */
@@ -352,6 +359,31 @@ static nb_status read_think_budget(nbi_params *p, const json_t *body, nbi_api_er
     return NB_OK;
 }
 
+nb_status nbi_params_read_logprob_ids(nbi_params *p, const json_t *body, const nbi_api_facts *facts,
+                                      nbi_api_error *e)
+{
+    nb_sampling *s = &p->sampling;
+    json_t *ids = NULL;
+    const json_t *value;
+    size_t i;
+    NB_TRY(nbi_field_array(&ids, body, "", "logprob_token_ids", e));
+    if (json_array_size(ids) == 0) return NB_OK;
+    if (p->n_prompt_logprobs >= 0)
+        return nbi_api_field(e, "logprob_token_ids", "not together with \"prompt_logprobs\"");
+    if (json_array_size(ids) > NB_TOP_LOGPROBS_MAX)
+        return nbi_api_field(e, "logprob_token_ids", "more than %d ids", NB_TOP_LOGPROBS_MAX);
+    json_array_foreach(ids, i, value)
+    {
+        char param[NBI_PARAM_MAX];
+        int64_t id;
+        snprintf(param, sizeof param, "logprob_token_ids[%zu]", i);
+        NB_TRY(nbi_value_int(&id, value, param, 0, (int64_t)facts->vocab_size - 1, e));
+        s->logprob_ids[s->n_logprob_ids++] = (int32_t)id;
+    }
+    p->n_logprobs = (int32_t)s->n_logprob_ids;
+    return NB_OK;
+}
+
 static nb_status read_interval(nbi_params *p, const json_t *body, nbi_api_error *e)
 {
     int64_t interval = 0;
@@ -475,6 +507,7 @@ nb_status nbi_params_read_native(nbi_params *out, const json_t *obj, const nbi_a
                                           "sampling_seed"};
     *out = defaults(facts);
     nb_status status = read_common(out, obj, facts, &names, 0, e);
+    if (status == NB_OK) status = nbi_params_refuse_logprob_ids(obj, e);
     if (status == NB_OK) status = check_ignored(obj, e);
     if (status == NB_OK) status = refuse_unsupported(obj, e);
     if (status != NB_OK) put_prefix(e, names.prefix);

@@ -65,6 +65,13 @@ nb_status nbi_params_read(nbi_params *out, const json_t *body, const nbi_api_fac
 /* `model` alone: 404 for a name that is not served. */
 nb_status nbi_params_read_model(const json_t *body, const nbi_api_facts *facts, nbi_api_error *e);
 
+/* logprob_token_ids, for surfaces that show log-probabilities of the answer: after n_logprobs is
+ * set, which it changes. */
+nb_status nbi_params_read_logprob_ids(nbi_params *params, const json_t *body,
+                                      const nbi_api_facts *facts, nbi_api_error *e);
+/* For the others. */
+nb_status nbi_params_refuse_logprob_ids(const json_t *body, nbi_api_error *e);
+
 /* The same for SGLang's sampling_params object `obj` (NULL: all defaults): what it shares with the
  * above, max_new_tokens, min_new_tokens and sampling_seed. */
 nb_status nbi_params_read_native(nbi_params *out, const json_t *obj, const nbi_api_facts *facts,

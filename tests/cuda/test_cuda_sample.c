@@ -90,7 +90,8 @@ static void run(call *c)
 static void same_logprobs(const call *c, uint32_t r, bool same_id)
 {
     const nbi_sample_out *a = &c->got[r], *b = &c->want[r];
-    const uint32_t n_top = c->rows[r].n_logprobs > 0 ? (uint32_t)c->rows[r].n_logprobs : 0;
+    uint32_t n_top = c->rows[r].n_logprobs > 0 ? (uint32_t)c->rows[r].n_logprobs : 0;
+    if (c->rows[r].n_wanted) n_top = c->rows[r].n_wanted;
     if (same_id) assert_true(fabs((double)a->logprob - (double)b->logprob) <= 1e-5);
     for (uint32_t i = 0; i < n_top && i < NBI_SAMPLE_TOP_MAX; i++) {
         assert_int_equal(a->top_ids[i], b->top_ids[i]);
@@ -255,12 +256,18 @@ static void test_lists(void **state)
         const uint32_t V = sizes[k];
         call c = call_open(R, V, V - 3);
         row_lists lists[R];
+        const int32_t last = (int32_t)V - 1;
+        const int32_t wanted[] = {last, 0, 5, 11, 12, 13, 14, 11, last - 4, 1, 2, 3};
         for (uint32_t trial = 0; trial < 3; trial++) {
             op_fill(c.x, (size_t)R * V, 2);
             for (uint32_t r = 0; r < R; r++) {
                 c.rows[r] =
                     sample_row_of(r % 3 ? 0.8f : 0, r % 2 ? 20 : 0, 0.9f, 0, op_random(), trial);
                 c.rows[r].n_logprobs = r % 4 == 0 ? 5 : -1;
+                if (r == 4 || r == 8) { /* also of ids that are banned or masked, and of no token */
+                    c.rows[r].wanted = wanted;
+                    c.rows[r].n_wanted = 12;
+                }
                 lists[r] = make_lists(&c, r,
                                       r % 3 == 1 ? 0
                                       : trial    ? V

@@ -349,6 +349,44 @@ static void test_logprobs(void **state)
     }
 }
 
+/* Of the ids that are named, in their order, before anything is changed. */
+static void test_wanted(void **state)
+{
+    (void)state;
+    enum { N = 70 };
+    LEVELS(level)
+    {
+        static const int32_t wanted[] = {69, 3, 0, 40, 3, 12};
+        nbi_cpu *cpu = open_for(level, 1, N);
+        float x[N];
+        double z = 0;
+        uint32_t mask[3] = {1u << 3, 0, 0};
+        nbi_sample_adjust adjust = {.id = 12, .repetition = 2, .bias = 7};
+        op_fill(x, N, 3);
+        for (int i = 0; i < N; i++) z += exp((double)x[i]);
+        for (int forced = 0; forced < 2; forced++) {
+            nbi_sample_row row = sample_row_of(0, 0, 1, 0, 1, 2);
+            row.n_logprobs = forced ? 0 : 20;
+            row.wanted = wanted;
+            row.n_wanted = 6;
+            row.mask = mask;
+            row.adjust = &adjust;
+            row.n_adjust = 1;
+            row.forced = forced;
+            row.forced_id = 40;
+            const nbi_sample_out out = sample(cpu, x, N, N - 2, &row, NULL);
+            assert_int_equal(out.id, forced ? 40 : 3);
+            for (int i = 0; i < 6; i++) {
+                assert_int_equal(out.top_ids[i], wanted[i]);
+                const double want = (double)x[wanted[i]] - log(z);
+                assert_true(fabs((double)out.top_logprobs[i] - want) < 1e-5);
+            }
+            assert_true(out.logprob == out.top_logprobs[forced ? 3 : 1]);
+        }
+        op_close(cpu);
+    }
+}
+
 /* ---------------------------------------------------------------- speed */
 
 typedef struct bench_run {
@@ -402,10 +440,11 @@ int main(int argc, char **argv)
         return 0;
     }
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_philox),   cmocka_unit_test(test_greedy),
-        cmocka_unit_test(test_banned),   cmocka_unit_test(test_guard),
-        cmocka_unit_test(test_filters),  cmocka_unit_test(test_distribution),
-        cmocka_unit_test(test_logprobs), cmocka_unit_test(test_rows_independent),
+        cmocka_unit_test(test_philox),           cmocka_unit_test(test_greedy),
+        cmocka_unit_test(test_banned),           cmocka_unit_test(test_guard),
+        cmocka_unit_test(test_filters),          cmocka_unit_test(test_distribution),
+        cmocka_unit_test(test_logprobs),         cmocka_unit_test(test_wanted),
+        cmocka_unit_test(test_rows_independent),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

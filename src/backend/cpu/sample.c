@@ -261,6 +261,15 @@ static void top_list(nbi_sample_out *out, const float *logits, uint32_t n, uint3
     }
 }
 
+static void wanted_list(nbi_sample_out *out, const nbi_sample_row *row, const float *logits,
+                        double lse)
+{
+    for (uint32_t i = 0; i < row->n_wanted; i++) {
+        out->top_ids[i] = row->wanted[i];
+        out->top_logprobs[i] = clamp_logprob((double)logits[row->wanted[i]] - lse);
+    }
+}
+
 /* ---------------------------------------------------------------- one row */
 
 static int32_t argmax(const float *x, uint32_t n, float max)
@@ -328,7 +337,8 @@ static void sample_row(const nbi_sample_args *a, uint32_t r, sampler *s)
     if (row->n_logprobs >= 0) {
         const float max = s->k->max(logits, a->vocab);
         lse = (double)max + log(s->k->log_sum(logits, a->vocab, max));
-        const uint32_t want = (uint32_t)row->n_logprobs;
+        const uint32_t want = row->n_wanted ? 0 : (uint32_t)row->n_logprobs;
+        wanted_list(out, row, logits, lse);
         if (want)
             top_list(out, logits, s->n, want < NBI_SAMPLE_TOP_MAX ? want : NBI_SAMPLE_TOP_MAX, lse);
     }

@@ -39,6 +39,7 @@ struct view {
     const uint32_t *words; /* staged lists: adjustments, banned ids, masks */
     float *untouched;      /* [words] of each adjustment */
     scanned *chunks;       /* [row][n_chunks] */
+    float *wanted;         /* [row][TOP_MAX] the model's own logits of the wanted ids */
     nbi_mass *tops;        /* [row][n_chunks][TOP_MAX] keys, descending; 0 behind the last */
     nbi_sample_bins *bins; /* [row] */
     nbi_mass *lists;       /* [row][vocab] */
@@ -170,6 +171,11 @@ static __global__ void __launch_bounds__(THREADS) scan_kernel(const view v, bool
         if (threadIdx.x == 0 && chunk->best != NBI_SAMPLE_BROKEN)
             chunk->best = best, chunk->least = least;
         return;
+    }
+    for (uint32_t i = threadIdx.x; i < r.n_wanted; i += THREADS) { /* before masks are written */
+        const uint32_t id = static_cast<uint32_t>(r.wanted[i]);
+        if (id / NBI_SAMPLE_CHUNK == blockIdx.x)
+            v.wanted[blockIdx.y * NBI_SAMPLE_TOP_MAX + i] = row[id];
     }
     const float max = nbi_sample_logit(nbi_block_best(all));
     const float sum = r.logprob ? sum_of_chunk(x, max) : 0.0f;
@@ -429,6 +435,11 @@ static __global__ void __launch_bounds__(THREADS, 2) finish_kernel(const view v)
         __syncthreads(); /* entries behind the list are written */
         const double lse = log_sum(v);
         top_list(v, out, r.n_top, lse);
+        for (uint32_t i = threadIdx.x; i < r.n_wanted; i += THREADS) {
+            const float x = v.wanted[blockIdx.y * NBI_SAMPLE_TOP_MAX + i];
+            out->top_ids[i] = r.wanted[i];
+            out->top_logprobs[i] = clamp_logprob(static_cast<double>(x) - lse);
+        }
         logprob =
             clamp_logprob(static_cast<double>(untouched(v, r, static_cast<uint32_t>(id))) - lse);
     }
@@ -462,6 +473,7 @@ static size_t carve(view *v, const nbi_limits *limits, char *base)
     const size_t own = nbi_plan_add(&p, n_words * sizeof(uint32_t));
     const size_t scans = nbi_plan_add(&p, chunks * sizeof(scanned));
     const size_t tops = nbi_plan_add(&p, chunks * NBI_SAMPLE_TOP_MAX * sizeof(nbi_mass));
+    const size_t wanted = nbi_plan_add(&p, rows * NBI_SAMPLE_TOP_MAX * sizeof(float));
     const size_t bins = nbi_plan_add(&p, rows * sizeof(nbi_sample_bins));
     const size_t lists = nbi_plan_add(&p, rows * limits->vocab * sizeof(nbi_mass));
     const size_t outs = nbi_plan_add(&p, limits->max_logit_rows * sizeof(nbi_sample_out));
@@ -471,6 +483,7 @@ static size_t carve(view *v, const nbi_limits *limits, char *base)
     v->untouched = reinterpret_cast<float *>(base + own);
     v->chunks = reinterpret_cast<scanned *>(base + scans);
     v->tops = reinterpret_cast<nbi_mass *>(base + tops);
+    v->wanted = reinterpret_cast<float *>(base + wanted);
     v->bins = reinterpret_cast<nbi_sample_bins *>(base + bins);
     v->lists = reinterpret_cast<nbi_mass *>(base + lists);
     v->out = reinterpret_cast<nbi_sample_out *>(base + outs);
@@ -581,7 +594,9 @@ static void place_row(sampler *s, const nbi_sample_row *row, nbi_sample_request 
 {
     *r = {};
     r->logprob = row->n_logprobs >= 0;
-    if (row->n_logprobs > 0)
+    r->n_wanted = r->logprob ? row->n_wanted : 0;
+    for (uint32_t i = 0; i < r->n_wanted; i++) r->wanted[i] = row->wanted[i];
+    if (row->n_logprobs > 0 && !r->n_wanted)
         r->n_top = row->n_logprobs < NBI_SAMPLE_TOP_MAX ? static_cast<uint32_t>(row->n_logprobs)
                                                         : NBI_SAMPLE_TOP_MAX;
     r->forced_id = row->forced_id;

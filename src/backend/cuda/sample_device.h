@@ -31,11 +31,13 @@ typedef enum nbi_sample_mode { NBI_SAMPLE_GREEDY, NBI_SAMPLE_DRAW, NBI_SAMPLE_FO
 typedef struct nbi_sample_request {
     nbi_mode mode;
     float inv_t, top_p, min_p;
-    uint32_t top_k; /* 0: off */
-    uint32_t n_top; /* length of the list of log-probabilities */
-    bool logprob;   /* log-probabilities are wanted */
-    bool lists;     /* logits are changed first */
-    double u;       /* in [0, 1) */
+    uint32_t top_k;    /* 0: off */
+    uint32_t n_top;    /* length of the list of log-probabilities */
+    bool logprob;      /* log-probabilities are wanted */
+    uint32_t n_wanted; /* in place of the list: of these ids */
+    int32_t wanted[NBI_SAMPLE_TOP_MAX];
+    bool lists; /* logits are changed first */
+    double u;   /* in [0, 1) */
     int32_t forced_id;
     uint32_t n_adjust, n_banned;
     uint32_t adjust, banned, mask; /* where in the staged lists, in words */
