@@ -134,14 +134,17 @@ static __global__ void __launch_bounds__(WARPS *NBI_WARP)
         } else {
             __syncthreads();
         }
+        nbi_f32x4 x[STEPS]; /* all on their way before the first is used */
+#pragma unroll
+        for (uint32_t k = 0; k < STEPS; k++)
+            x[k] = nbi_x_load(a.x, column + k * 16 + t * 4, a.w.cols, a.fast);
 #pragma unroll
         for (uint32_t k = 0; k < STEPS; k++) {
             if (column + k * 16 >= a.w.cols) continue;
-            const nbi_f32x4 x = nbi_x_load(a.x, column + k * 16 + t * 4, a.w.cols, a.fast);
 #pragma unroll
             for (int i = 0; i < 4; i++) {
-                sum[0] = fmaf(w[k][0][i], x.v[i], sum[0]);
-                sum[1] = fmaf(w[k][1][i], x.v[i], sum[1]);
+                sum[0] = fmaf(w[k][0][i], x[k].v[i], sum[0]);
+                sum[1] = fmaf(w[k][1][i], x[k].v[i], sum[1]);
             }
         }
 #pragma unroll

@@ -25,7 +25,9 @@
 #define NBI_STREAM_RING   (96u << 10) /* bytes at most */
 #define NBI_STREAM_STAGES 64u
 #define NBI_STREAM_WARPS  16u /* at most, and one that asks for weights */
-#define NBI_STREAM_ROUND  24u /* units between two times of adding up, where a tile has fewer */
+#define NBI_STREAM_ROUND                                                    \
+    24u /* units between two times of adding up, where a tile has fewer; of \
+           one token, whose sums are small, twice as many */
 
 __host__ __device__ constexpr uint32_t nbi_stream_unit_bytes(nbi_weight_kind kind)
 {
@@ -46,11 +48,12 @@ struct nbi_stream_plan {
 };
 
 /* Tiles that give every warp the same number of units, if that takes no more than a round. */
-inline uint32_t nbi_stream_round_tiles(uint32_t units, uint32_t warps)
+inline uint32_t nbi_stream_round_tiles(uint32_t units, uint32_t warps, uint32_t round)
 {
     uint32_t n = 1;
-    while (n * units % warps && (n + 1) * units <= NBI_STREAM_ROUND) n++;
-    if (n * units % warps) n = units < NBI_STREAM_ROUND ? NBI_STREAM_ROUND / units : 1;
+    while (n * units % warps && (n + 1) * units <= round) n++;
+    if (n * units % warps) n = units < round ? round / units : 1;
+    while (n * units * 2 <= round && n * 2 <= warps) n *= 2;
     return n < warps ? n : warps;
 }
 
@@ -66,7 +69,8 @@ inline nbi_stream_plan nbi_stream_plan_for(nbi_weight_kind kind, uint32_t n_part
     p.scale_bytes = (units * p.pad_tokens * 4 + 127) / 128 * 128;
     p.warps = units % 3 == 0 && units % 16 ? 12 : 16;
     for (; p.warps >= 4; p.warps -= 4) { /* many warps want a ring of as many units */
-        p.round_tiles = nbi_stream_round_tiles(units, p.warps);
+        p.round_tiles =
+            nbi_stream_round_tiles(units, p.warps, NBI_STREAM_ROUND * (n_tokens == 1 ? 2 : 1));
         const uint32_t sums = units * p.sum_floats + n_parts * NBI_TILE_ROWS; /* floats of a tile */
         const uint32_t rest =
             2048 + p.x_bytes + p.scale_bytes + 2 * p.round_tiles * sums * (uint32_t)sizeof(float);
@@ -208,27 +212,28 @@ NBI_DEV void nbi_stream_take_x(const WORK &w, const nbi_stream_plan &plan,
     }
 }
 
-/* Where a lane reads x: 8 bytes for each k-step, `step` words from one to the next. Of one token
- * there is one column, and the lanes of the others read a place that is zero. */
+/* Where a lane reads x, in words of the block's shared memory: 8 bytes for each k-step, `step`
+ * words from one to the next. Of one token there is one column, and the lanes of the others read a
+ * place that is zero. */
 struct nbi_stream_x_at {
-    const uint32_t *p;
-    uint32_t step;
+    uint32_t at, step;
 };
 
 template <uint32_t NT>
 NBI_DEV nbi_stream_x_at nbi_stream_x_place(const nbi_stream_plan &plan, const nbi_stream_shared &s)
 {
-    const uint32_t lane = (uint32_t)nbi_lane();
-    if (NT == 1 && plan.pad_tokens == 1)
-        return {lane < 4 ? s.x + lane * 2 : s.zero, lane < 4 ? 8u : 0u};
-    return {s.x + lane * 2, plan.pad_tokens * 8};
+    const uint32_t lane = (uint32_t)nbi_lane(), *base = nbi_shared<uint32_t>();
+    const uint32_t x = (uint32_t)(s.x - base) + lane * 2, zero = (uint32_t)(s.zero - base);
+    if (NT == 1 && plan.pad_tokens == 1) return {lane < 4 ? x : zero, lane < 4 ? 8u : 0u};
+    return {x, plan.pad_tokens * 8};
 }
 
-template <uint32_t NT> NBI_DEV void nbi_stream_x(uint32_t b[NT][2], const uint32_t *at)
+template <uint32_t NT> NBI_DEV void nbi_stream_x(uint32_t b[NT][2], uint32_t at)
 {
 #pragma unroll
     for (uint32_t j = 0; j < NT; j++) {
-        const nbi_u32x2 v = *reinterpret_cast<const nbi_u32x2 *>(at + j * 64);
+        const nbi_u32x2 v =
+            *reinterpret_cast<const nbi_u32x2 *>(nbi_shared<uint32_t>() + at + j * 64);
         b[j][0] = v.v[0];
         b[j][1] = v.v[1];
     }
@@ -257,28 +262,38 @@ template <nbi_weight_kind KIND> NBI_DEV const float *nbi_stream_row_scales(const
     return reinterpret_cast<const float *>(unit + nbi_stream_unit_bytes(KIND) - 64);
 }
 
-/* p of a unit; x points to its first k-step. */
+/* Adds tile k of a unit to p; x is at the tile's first k-step. */
+template <nbi_weight_kind KIND, uint32_t NT>
+NBI_DEV void nbi_stream_add_tile(float p[NT][4], const char *unit, uint32_t k, nbi_stream_x_at x)
+{
+    nbi_tile<KIND> t;
+    nbi_stream_tile<KIND>(&t, unit, k);
+#pragma unroll
+    for (uint32_t q = 0; q < NBI_TILE_STEPS; q++) {
+        uint32_t a[4], b[NT][2];
+        nbi_stream_x<NT>(b, x.at + q * x.step);
+        t.fragment(a, q);
+#pragma unroll
+        for (uint32_t j = 0; j < NT; j++) nbi_tile_mma<KIND>(p[j], a, b[j]);
+    }
+}
+
+/* p of a unit; x is at its first k-step. */
 template <nbi_weight_kind KIND, uint32_t NT>
 NBI_DEV void nbi_stream_multiply(float p[NT][4], const char *unit, uint32_t tiles,
                                  nbi_stream_x_at x)
 {
 #pragma unroll
     for (uint32_t j = 0; j < NT; j++) p[j][0] = p[j][1] = p[j][2] = p[j][3] = 0;
+    if (tiles == nbi_chunk_tiles(KIND)) { /* nothing between the tiles: loads go ahead */
 #pragma unroll
-    for (uint32_t k = 0; k < nbi_chunk_tiles(KIND); k++) {
-        if (k >= tiles) break;
-        nbi_tile<KIND> t;
-        nbi_stream_tile<KIND>(&t, unit, k);
-#pragma unroll
-        for (uint32_t q = 0; q < NBI_TILE_STEPS; q++) {
-            uint32_t a[4], b[NT][2];
-            nbi_stream_x<NT>(b, x.p);
-            x.p += x.step;
-            t.fragment(a, q);
-#pragma unroll
-            for (uint32_t j = 0; j < NT; j++) nbi_tile_mma<KIND>(p[j], a, b[j]);
-        }
+        for (uint32_t k = 0; k < nbi_chunk_tiles(KIND); k++)
+            nbi_stream_add_tile<KIND, NT>(p, unit, k, {x.at + k * NBI_TILE_STEPS * x.step, x.step});
+        return;
     }
+#pragma unroll 1
+    for (uint32_t k = 0; k < tiles; k++)
+        nbi_stream_add_tile<KIND, NT>(p, unit, k, {x.at + k * NBI_TILE_STEPS * x.step, x.step});
 }
 
 /* p of a unit to shared memory and back. Of one token there is one column, in lanes with t = 0. */
@@ -297,13 +312,44 @@ NBI_DEV void nbi_stream_put_sums(float *sums, const nbi_stream_plan &plan, const
                                                   4) = {{p[j][0], p[j][1], p[j][2], p[j][3]}};
 }
 
-NBI_DEV nbi_f32x4 nbi_stream_get_sums(const float *sums, const nbi_stream_plan &plan, uint32_t j)
+/* Of one token: its sums in the first column; the others repeat it and nobody takes them. */
+template <nbi_weight_kind KIND, class WORK>
+NBI_DEV void nbi_stream_add_one(float y[4], const WORK &w, const nbi_stream_shared &s,
+                                const float *sums, uint32_t part, const nbi_cuda_packed &m,
+                                uint32_t rt)
+{
+    const uint32_t first = part * w.n_chunks;
+    const float *at = sums + first * 16 + nbi_lane() / 4 * 2, *unit = s.unit + first;
+#pragma unroll 8
+    for (uint32_t c = 0; c < w.n_chunks; c++) {
+        const nbi_f32x2 p = *reinterpret_cast<const nbi_f32x2 *>(at + c * 16);
+        nbi_f32x2 block = {{1.0f, 1.0f}};
+        if (KIND == NBI_WEIGHT_FP8_BLOCK) block = nbi_tile_block_scale<KIND>(m, rt, c);
+        y[0] = fmaf(p.v[0], unit[c] * block.v[0], y[0]);
+        y[2] = fmaf(p.v[1], unit[c] * block.v[1], y[2]);
+    }
+}
+
+template <nbi_weight_kind KIND, uint32_t NT, class WORK>
+NBI_DEV void nbi_stream_add_chunks(float y[NT][4], const WORK &w, const nbi_stream_plan &plan,
+                                   const nbi_stream_shared &s, const float *sums, uint32_t part,
+                                   const nbi_cuda_packed &m, uint32_t rt)
 {
     const uint32_t lane = (uint32_t)nbi_lane();
-    if (plan.pad_tokens > 1)
-        return *reinterpret_cast<const nbi_f32x4 *>(sums + (j * 32 + lane) * 4);
-    const nbi_f32x2 v = *reinterpret_cast<const nbi_f32x2 *>(sums + lane / 4 * 2);
-    return {{v.v[0], 0, v.v[1], 0}};
+#pragma unroll 4
+    for (uint32_t c = 0; c < w.n_chunks; c++) {
+        const uint32_t unit = part * w.n_chunks + c;
+        nbi_f32x2 block = {{1.0f, 1.0f}};
+        if (KIND == NBI_WEIGHT_FP8_BLOCK) block = nbi_tile_block_scale<KIND>(m, rt, c);
+#pragma unroll
+        for (uint32_t j = 0; j < NT; j++) {
+            const nbi_f32x4 p = *reinterpret_cast<const nbi_f32x4 *>(sums + unit * plan.sum_floats +
+                                                                     (j * 32 + lane) * 4);
+            const nbi_f32x2 two = *reinterpret_cast<const nbi_f32x2 *>(
+                s.unit + unit * plan.pad_tokens + j * 8 + lane % 4 * 2);
+            nbi_chunk_add(y[j], p.v, two.v, block);
+        }
+    }
 }
 
 /* One warp: adds the chunks of every part of a tile and hands the sums to WORK::finish(), which
@@ -322,20 +368,10 @@ NBI_DEV void nbi_stream_reduce(const WORK &w, const nbi_stream_plan &plan,
         const float *rows = sums + units * plan.sum_floats + part * NBI_TILE_ROWS;
         const float scale[2] = {rows[lane / 4], rows[lane / 4 + 8]};
         float y[NT][4] = {};
-        for (uint32_t c = 0; c < w.n_chunks; c++) {
-            const uint32_t unit = part * w.n_chunks + c;
-            nbi_f32x2 block = {{1.0f, 1.0f}};
-            if (KIND == NBI_WEIGHT_FP8_BLOCK) block = nbi_tile_block_scale<KIND>(m, rt, c);
-#pragma unroll
-            for (uint32_t j = 0; j < NT; j++) {
-                const nbi_f32x4 p = nbi_stream_get_sums(sums + unit * plan.sum_floats, plan, j);
-                const float *u = s.unit + unit * plan.pad_tokens;
-                const uint32_t token = j * 8 + 2 * t;
-                const float two[2] = {token < plan.pad_tokens ? u[token] : 0.0f,
-                                      token + 1 < plan.pad_tokens ? u[token + 1] : 0.0f};
-                nbi_chunk_add(y[j], p.v, two, block);
-            }
-        }
+        if (plan.pad_tokens == 1)
+            nbi_stream_add_one<KIND>(y[0], w, s, sums, part, m, rt);
+        else
+            nbi_stream_add_chunks<KIND, NT>(y, w, plan, s, sums, part, m, rt);
 #pragma unroll
         for (uint32_t j = 0; j < NT; j++) w.part(s.notes, &out[j], y[j], scale, part);
     }
@@ -376,7 +412,7 @@ NBI_DEV void nbi_stream_consume(const WORK &w, const nbi_stream_plan &plan,
             float *to = sums + tile * tile_floats;
             float p[NT][4];
             nbi_stream_multiply<KIND, NT>(p, at, n_kt - kt < CT ? n_kt - kt : CT,
-                                          {x.p + unit * CT * NBI_TILE_STEPS * x.step, x.step});
+                                          {x.at + unit * CT * NBI_TILE_STEPS * x.step, x.step});
             if (kt == 0 && lane < NBI_TILE_ROWS)
                 to[units * plan.sum_floats + unit / w.n_chunks * NBI_TILE_ROWS + lane] =
                     nbi_stream_row_scales<KIND>(at)[lane];
