@@ -81,32 +81,28 @@ static __global__ void merge_kernel(nbi_cuda_attend a, uint32_t splits)
 {
     nbi_wait_before();
     nbi_let_next();
-    const uint32_t r = blockIdx.x, h = blockIdx.y, n = nbi_attend_length(a, r);
+    const uint32_t r = blockIdx.x, h = blockIdx.y, i = blockIdx.z * PLAIN_THREADS + threadIdx.x;
+    const uint32_t n = nbi_attend_length(a, r);
     const uint32_t split = nbi_attend_split(n), many = (n + split - 1) / split;
     const size_t step = (size_t)a.n_heads * (a.v_width + 2);
     const float *first = nbi_attend_partial(a, splits, r, 0, h);
-    for (uint32_t i = threadIdx.x; i < a.v_width; i += PLAIN_THREADS) {
-        float *out = a.out + r * a.out_row + h * a.out_head + i;
-        if (n == 0) {
-            *out = 0;
-            continue;
-        }
-        float o = 0, m = -INFINITY, l = 0;
-#pragma unroll 4
-        for (uint32_t s = 0; s < many; s++) {
-            const float *p = first + s * step;
-            const nbi_attend_fold f =
-                nbi_attend_merge(&m, &l, p[a.v_width], p[a.v_width + 1], nbi_attend_scale(a));
-            o = nbi_attend_merged(f, o, p[i]);
-        }
-        *out = o * (1.0f / l);
+    if (i >= a.v_width) return;
+    float *out = a.out + r * a.out_row + h * a.out_head + i;
+    float o = 0, m = -INFINITY, l = 0;
+#pragma unroll 8
+    for (uint32_t s = 0; s < many; s++) {
+        const float *p = first + s * step;
+        const nbi_attend_fold f =
+            nbi_attend_merge(&m, &l, p[a.v_width], p[a.v_width + 1], nbi_attend_scale(a));
+        o = nbi_attend_merged(f, o, p[i]);
     }
+    *out = n ? o * (1.0f / l) : 0;
 }
 
 void nbi_cuda_attend_merge(nbi_cuda *c, const nbi_cuda_attend *a, uint32_t splits)
 {
-    nbi_launch(&c->rt, dim3(a->n_rows, a->n_heads), dim3(PLAIN_THREADS), 0, merge_kernel, *a,
-               splits);
+    nbi_launch(&c->rt, dim3(a->n_rows, a->n_heads, nbi_ceil_div(a->v_width, PLAIN_THREADS)),
+               dim3(PLAIN_THREADS), 0, merge_kernel, *a, splits);
 }
 
 void nbi_cuda_attend_run(nbi_cuda *c, const nbi_cuda_attend *a)

@@ -2,11 +2,12 @@
  * shared memory, asked for by one thread as far ahead as the ring holds, also across the end of
  * the kernel before. Callers: stream_linear.cu and the MoE runners.
  *
- * A unit is a chunk (256 columns; FP8_BLOCK 128) of a row tile. A tile has n_parts x n_chunks
- * units: one part for a matrix, one for each expert of a row where experts are summed. Warps take
- * units in turn; the sums of a unit (p_c of tile.h) meet in shared memory, and one warp adds the
- * chunks of a tile in ascending order: numerics are those of tile.h, whatever the number of warps
- * and blocks.
+ * A unit is a chunk (256 columns; FP8_BLOCK 128) of a row tile; a stage of the ring holds a few
+ * units, so that copies are some KB long (one thread does not ask faster than once in about 150
+ * clocks). A tile has n_parts x n_chunks units: one part for a matrix, one for each expert of a row
+ * where experts are summed. Warps take units in turn; the sums of a unit (p_c of tile.h) meet in
+ * shared memory, and one warp adds the chunks of a tile in ascending order: numerics are those of
+ * tile.h, whatever the number of warps and blocks.
  *
  * WORK tells what to do:
  *   WAITS                        weights' addresses are known only behind nbi_wait_before()
@@ -31,19 +32,21 @@
 
 __host__ __device__ constexpr uint32_t nbi_stream_unit_bytes(nbi_weight_kind kind)
 {
-    return nbi_chunk_tiles(kind) * (nbi_tile_bytes(kind) + (kind == NBI_WEIGHT_NVFP4 ? 64u : 0u)) +
-           64u; /* row scales of the tile, in its first unit */
+    return nbi_chunk_tiles(kind) * (nbi_tile_bytes(kind) + (kind == NBI_WEIGHT_NVFP4 ? 64u : 0u));
 }
 
 /* How a launch is cut; the same on both sides. */
 struct nbi_stream_plan {
     uint32_t warps;       /* that multiply */
     uint32_t round_tiles; /* tiles whose chunks are added up together */
-    uint32_t stages;      /* units in the ring; fewer than `warps`: it does not fit */
-    uint32_t window;      /* units between two barriers: at most the ring, so that whoever waits for
-                             a stage knows that the unit before in it is done with */
-    uint32_t pad_tokens;  /* tokens that x has room for: 1, 8 or 16 */
-    uint32_t sum_floats;  /* of a unit */
+    uint32_t group;       /* units of a stage; divides the chunks of a tile */
+    uint32_t group_inv;   /* u / group is u * group_inv >> 16 */
+    uint32_t stages;      /* of the ring; with fewer units than `warps` it does not fit */
+    uint32_t stage_bytes;
+    uint32_t window;     /* units between two barriers: at most the ring, so that whoever waits for
+                            a stage knows that the unit before in it is done with */
+    uint32_t pad_tokens; /* tokens that x has room for: 1, 8 or 16 */
+    uint32_t sum_floats; /* of a unit */
     uint32_t x_bytes, scale_bytes, shared; /* of shared memory */
 };
 
@@ -57,6 +60,15 @@ inline uint32_t nbi_stream_round_tiles(uint32_t units, uint32_t warps, uint32_t 
     return n < warps ? n : warps;
 }
 
+/* Units of a stage: up to about 9 KB. */
+inline uint32_t nbi_stream_group(uint32_t n_chunks, uint32_t unit_bytes)
+{
+    uint32_t n = 9216 / unit_bytes;
+    if (!n) n = 1;
+    while (n_chunks % n) n--;
+    return n;
+}
+
 inline nbi_stream_plan nbi_stream_plan_for(nbi_weight_kind kind, uint32_t n_parts,
                                            uint32_t n_chunks, uint32_t n_tokens,
                                            uint32_t shared_max)
@@ -67,6 +79,9 @@ inline nbi_stream_plan nbi_stream_plan_for(nbi_weight_kind kind, uint32_t n_part
     p.sum_floats = p.pad_tokens == 1 ? 16 : p.pad_tokens * 16;
     p.x_bytes = units * nbi_chunk_tiles(kind) * NBI_TILE_COLS * 2 * p.pad_tokens;
     p.scale_bytes = (units * p.pad_tokens * 4 + 127) / 128 * 128;
+    p.group = nbi_stream_group(n_chunks, unit_bytes);
+    p.group_inv = 65536 / p.group + 1;
+    p.stage_bytes = p.group * unit_bytes + 64; /* and row scales, in the first stage of a tile */
     p.warps = units % 3 == 0 && units % 16 ? 12 : 16;
     for (; p.warps >= 4; p.warps -= 4) { /* many warps want a ring of as many units */
         p.round_tiles =
@@ -77,19 +92,19 @@ inline nbi_stream_plan nbi_stream_plan_for(nbi_weight_kind kind, uint32_t n_part
         /* half of what there is, so that the next kernel's ring fills while this one ends */
         const uint32_t share = shared_max / 2 - 512;
         uint32_t ring = share > rest ? share - rest : 0;
-        if (ring < 4 * unit_bytes && shared_max > rest) ring = shared_max - rest;
-        p.stages = (ring < NBI_STREAM_RING ? ring : NBI_STREAM_RING) / unit_bytes;
+        if (ring < 4 * p.stage_bytes && shared_max > rest) ring = shared_max - rest;
+        p.stages = (ring < NBI_STREAM_RING ? ring : NBI_STREAM_RING) / p.stage_bytes;
         if (p.stages > NBI_STREAM_STAGES) p.stages = NBI_STREAM_STAGES;
-        p.shared = rest + p.stages * unit_bytes;
-        if (p.stages >= p.warps) break;
+        p.shared = rest + p.stages * p.stage_bytes;
+        if (p.stages * p.group >= p.warps) break;
     }
-    p.window = p.stages / (p.warps ? p.warps : 1) * p.warps;
+    p.window = p.stages * p.group / (p.warps ? p.warps : 1) * p.warps;
     return p;
 }
 
 inline bool nbi_stream_plan_fits(const nbi_stream_plan &p)
 {
-    return p.warps >= 4 && p.stages >= p.warps;
+    return p.warps >= 4 && p.stages >= 2 && p.stages * p.group >= p.warps;
 }
 
 /* Shared memory of a block. */
@@ -113,7 +128,7 @@ template <nbi_weight_kind KIND> NBI_DEV nbi_stream_shared nbi_stream_carve(const
     s.zero = s.notes + 64;
     at += 2048;
     s.ring = at;
-    at += p.stages * nbi_stream_unit_bytes(KIND);
+    at += p.stages * p.stage_bytes;
     s.x = reinterpret_cast<uint32_t *>(at);
     at += p.x_bytes;
     s.unit = reinterpret_cast<float *>(at);
@@ -141,19 +156,20 @@ NBI_DEV void nbi_stream_ask(const WORK &w, const nbi_stream_plan &plan, const nb
             nbi_cuda_packed m;
             const size_t first =
                 (size_t)w.at(s.notes, blockIdx.x + i * gridDim.x, part, &m) * m.n_kt;
-            for (uint32_t c = 0; c < w.n_chunks; c++) {
-                const uint32_t kt = c * CT, left = m.n_kt - kt, tiles = left < CT ? left : CT;
+            for (uint32_t c = 0; c < w.n_chunks; c += plan.group) {
+                const uint32_t kt = c * CT, all = plan.group * CT, left = m.n_kt - kt;
+                const uint32_t tiles = left < all ? left : all;
                 if (turn) nbi_bar_wait(&s.empty[stage], (turn - 1) & 1u);
-                char *to = s.ring + stage * nbi_stream_unit_bytes(KIND);
+                char *to = s.ring + stage * plan.stage_bytes;
                 nbi_bar_expect(&s.full[stage], tiles * (TILE + SCALES) + (c ? 0 : 64));
                 nbi_copy_bulk(to, static_cast<const char *>(m.data) + (first + kt) * TILE,
                               tiles * TILE, &s.full[stage]);
                 if (SCALES)
-                    nbi_copy_bulk(to + CT * TILE,
+                    nbi_copy_bulk(to + all * TILE,
                                   static_cast<const char *>(m.scales) + (first + kt) * SCALES,
                                   tiles * SCALES, &s.full[stage]);
                 if (c == 0)
-                    nbi_copy_bulk(to + CT * (TILE + SCALES),
+                    nbi_copy_bulk(to + all * (TILE + SCALES),
                                   m.row_scale + first / m.n_kt * NBI_TILE_ROWS, 64, &s.full[stage]);
                 if (++stage == plan.stages) stage = 0, turn++;
             }
@@ -241,14 +257,13 @@ template <uint32_t NT> NBI_DEV void nbi_stream_x(uint32_t b[NT][2], uint32_t at)
 
 /* One lane's part of a tile that lies in the ring. */
 template <nbi_weight_kind KIND>
-NBI_DEV void nbi_stream_tile(nbi_tile<KIND> *t, const char *unit, uint32_t tile)
+NBI_DEV void nbi_stream_tile(nbi_tile<KIND> *t, const char *unit, const char *scales, uint32_t tile)
 {
     const uint32_t lane = (uint32_t)nbi_lane();
     const char *at = unit + tile * nbi_tile_bytes(KIND) + lane * 16;
     if constexpr (KIND == NBI_WEIGHT_NVFP4) {
         t->codes = *reinterpret_cast<const nbi_u32x4 *>(at);
-        t->scales = *reinterpret_cast<const nbi_u32x2 *>(
-            unit + nbi_chunk_tiles(KIND) * nbi_tile_bytes(KIND) + tile * 64 + lane / 4 * 8);
+        t->scales = *reinterpret_cast<const nbi_u32x2 *>(scales + tile * 64 + lane / 4 * 8);
     } else {
 #pragma unroll
         for (uint32_t i = 0; i < nbi_tile_bytes(KIND) / 512; i++)
@@ -256,18 +271,13 @@ NBI_DEV void nbi_stream_tile(nbi_tile<KIND> *t, const char *unit, uint32_t tile)
     }
 }
 
-/* [16], in the first unit of a tile. */
-template <nbi_weight_kind KIND> NBI_DEV const float *nbi_stream_row_scales(const char *unit)
-{
-    return reinterpret_cast<const float *>(unit + nbi_stream_unit_bytes(KIND) - 64);
-}
-
 /* Adds tile k of a unit to p; x is at the tile's first k-step. */
 template <nbi_weight_kind KIND, uint32_t NT>
-NBI_DEV void nbi_stream_add_tile(float p[NT][4], const char *unit, uint32_t k, nbi_stream_x_at x)
+NBI_DEV void nbi_stream_add_tile(float p[NT][4], const char *unit, const char *scales, uint32_t k,
+                                 nbi_stream_x_at x)
 {
     nbi_tile<KIND> t;
-    nbi_stream_tile<KIND>(&t, unit, k);
+    nbi_stream_tile<KIND>(&t, unit, scales, k);
 #pragma unroll
     for (uint32_t q = 0; q < NBI_TILE_STEPS; q++) {
         uint32_t a[4], b[NT][2];
@@ -280,20 +290,22 @@ NBI_DEV void nbi_stream_add_tile(float p[NT][4], const char *unit, uint32_t k, n
 
 /* p of a unit; x is at its first k-step. */
 template <nbi_weight_kind KIND, uint32_t NT>
-NBI_DEV void nbi_stream_multiply(float p[NT][4], const char *unit, uint32_t tiles,
-                                 nbi_stream_x_at x)
+NBI_DEV void nbi_stream_multiply(float p[NT][4], const char *unit, const char *scales,
+                                 uint32_t tiles, nbi_stream_x_at x)
 {
 #pragma unroll
     for (uint32_t j = 0; j < NT; j++) p[j][0] = p[j][1] = p[j][2] = p[j][3] = 0;
     if (tiles == nbi_chunk_tiles(KIND)) { /* nothing between the tiles: loads go ahead */
 #pragma unroll
         for (uint32_t k = 0; k < nbi_chunk_tiles(KIND); k++)
-            nbi_stream_add_tile<KIND, NT>(p, unit, k, {x.at + k * NBI_TILE_STEPS * x.step, x.step});
+            nbi_stream_add_tile<KIND, NT>(p, unit, scales, k,
+                                          {x.at + k * NBI_TILE_STEPS * x.step, x.step});
         return;
     }
 #pragma unroll 1
     for (uint32_t k = 0; k < tiles; k++)
-        nbi_stream_add_tile<KIND, NT>(p, unit, k, {x.at + k * NBI_TILE_STEPS * x.step, x.step});
+        nbi_stream_add_tile<KIND, NT>(p, unit, scales, k,
+                                      {x.at + k * NBI_TILE_STEPS * x.step, x.step});
 }
 
 /* p of a unit to shared memory and back. Of one token there is one column, in lanes with t = 0. */
@@ -390,16 +402,17 @@ NBI_DEV void nbi_stream_consume(const WORK &w, const nbi_stream_plan &plan,
     const uint32_t n_kt = (w.cols + NBI_TILE_COLS - 1) / NBI_TILE_COLS;
     const uint32_t tile_floats = units * plan.sum_floats + w.n_parts * NBI_TILE_ROWS;
     const nbi_stream_x_at x = nbi_stream_x_place<NT>(plan, s);
-    uint32_t stage = 0, turn = 0; /* of the round's first unit */
+    const uint32_t ring = plan.stages * plan.group; /* units */
+    uint32_t place = 0, turn = 0;                   /* of the round's first unit */
     for (uint32_t first = 0, side = 0; first < n; first += plan.round_tiles, side ^= 1) {
         const uint32_t left = n - first, tiles = left < plan.round_tiles ? left : plan.round_tiles;
         const uint32_t all = tiles * units;
         float *sums = s.sums + side * plan.round_tiles * tile_floats;
-        /* the warp's unit: in which tile, which chunk of which part, in which stage; counted on
+        /* the warp's unit: in which tile, which chunk of which part, where in the ring; counted on
          * rather than divided */
-        uint32_t at_stage = stage + warp, at_turn = turn, unit = warp, tile = 0, next = plan.window;
+        uint32_t at = place + warp, at_turn = turn, unit = warp, tile = 0, next = plan.window;
         for (uint32_t u = warp;; u += plan.warps) {
-            while (at_stage >= plan.stages) at_stage -= plan.stages, at_turn++;
+            while (at >= ring) at -= ring, at_turn++;
             while (unit >= units) unit -= units, tile++;
             while (next <= u && next < all) {
                 nbi_sync_some(1, plan.warps * 32);
@@ -407,23 +420,27 @@ NBI_DEV void nbi_stream_consume(const WORK &w, const nbi_stream_plan &plan,
             }
             if (u >= all) break;
             const uint32_t chunk = unit % w.n_chunks, kt = chunk * CT;
-            nbi_bar_wait(&s.full[at_stage], at_turn & 1u);
-            const char *at = s.ring + at_stage * nbi_stream_unit_bytes(KIND);
+            const uint32_t stage = at * plan.group_inv >> 16, own = at - stage * plan.group;
+            nbi_bar_wait(&s.full[stage], at_turn & 1u);
+            const char *codes = s.ring + stage * plan.stage_bytes;
+            const char *scales = codes + plan.group * CT * nbi_tile_bytes(KIND);
+            const char *row_scales = codes + plan.stage_bytes - 64;
             float *to = sums + tile * tile_floats;
             float p[NT][4];
-            nbi_stream_multiply<KIND, NT>(p, at, n_kt - kt < CT ? n_kt - kt : CT,
+            nbi_stream_multiply<KIND, NT>(p, codes + own * CT * nbi_tile_bytes(KIND),
+                                          scales + own * CT * 64, n_kt - kt < CT ? n_kt - kt : CT,
                                           {x.at + unit * CT * NBI_TILE_STEPS * x.step, x.step});
             if (kt == 0 && lane < NBI_TILE_ROWS)
                 to[units * plan.sum_floats + unit / w.n_chunks * NBI_TILE_ROWS + lane] =
-                    nbi_stream_row_scales<KIND>(at)[lane];
+                    reinterpret_cast<const float *>(row_scales)[lane];
             __syncwarp();
-            if (lane == 0) nbi_bar_arrive(&s.empty[at_stage]);
+            if (lane == 0) nbi_bar_arrive(&s.empty[stage]);
             nbi_stream_put_sums<NT>(to + unit * plan.sum_floats, plan, p);
-            at_stage += plan.warps;
+            at += plan.warps;
             unit += plan.warps;
         }
         nbi_sync_some(1, plan.warps * 32);
-        for (stage += all; stage >= plan.stages; turn++) stage -= plan.stages;
+        for (place += all; place >= ring; turn++) place -= ring;
         if (warp < tiles)
             nbi_stream_reduce<KIND, NT>(w, plan, s, sums + warp * tile_floats,
                                         blockIdx.x + (first + warp) * gridDim.x);
@@ -438,7 +455,7 @@ NBI_DEV void nbi_stream_run(const WORK &w, const nbi_stream_plan &plan)
     const uint32_t warp = threadIdx.x / 32;
     if (threadIdx.x < plan.stages) { /* no more than there are threads */
         nbi_bar_init(&s.full[threadIdx.x], 1);
-        nbi_bar_init(&s.empty[threadIdx.x], 1);
+        nbi_bar_init(&s.empty[threadIdx.x], plan.group);
     }
     if (threadIdx.x < 2) s.zero[threadIdx.x] = 0;
     nbi_bar_init_done();
