@@ -4,7 +4,7 @@ import time
 
 import httpx
 import pytest
-from test_guards import memory_kib
+from test_guards import memory_kib, settled_memory_kib
 
 MARK = "<|assistant|>"
 
@@ -20,7 +20,7 @@ def send(server, body, path="/v1/completions"):
 def test_many_small_values(server, piece, times, sentence):
     """A short text for many values is refused before it has become any."""
     server.post("/v1/completions", {"prompt": "x", "max_tokens": 1})
-    before = memory_kib(server)
+    before = settled_memory_kib(server)
     begin = time.monotonic()
     reply = send(server, b'{"prompt": "x", "max_tokens": 1, "a": [' + piece * times + b"1]}")
     assert reply.status_code == 400 and sentence in reply.json()["error"]["message"], reply.text[:300]

@@ -9,7 +9,7 @@ import httpx
 import pytest
 from api_server import sse
 
-LONG = {"prompt": "Once upon a time", "max_tokens": 2000, "ignore_eos": True, "temperature": 0}
+LONG = {"prompt": "Once upon a time", "max_tokens": 8000, "ignore_eos": True, "temperature": 0}
 
 
 @pytest.fixture(scope="module")
