@@ -39,8 +39,11 @@ static bool read_device(nbi_rt *rt)
     rt->shared_max = p.sharedMemPerBlockOptin;
     snprintf(rt->name, sizeof rt->name, "%.60s", p.name);
     cudaFuncAttributes a;
-    if (cudaFuncGetAttributes(&a, (const void *)probe_kernel) == cudaSuccess) return true;
+    const cudaError_t e = cudaFuncGetAttributes(&a, (const void *)probe_kernel);
+    if (e == cudaSuccess) return true;
     cudaGetLastError();
+    if (e != cudaErrorNoKernelImageForDevice && e != cudaErrorInvalidDeviceFunction)
+        return ok(rt, "the first kernel", e);
     snprintf(rt->error, sizeof rt->error,
              "%.60s has compute capability %d.%d, and this build has no code for it", p.name,
              p.major, p.minor);

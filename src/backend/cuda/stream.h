@@ -434,7 +434,7 @@ NBI_DEV void nbi_stream_consume(const WORK &w, const nbi_stream_plan &plan,
                 to[units * plan.sum_floats + unit / w.n_chunks * NBI_TILE_ROWS + lane] =
                     reinterpret_cast<const float *>(row_scales)[lane];
             __syncwarp();
-            if (lane == 0) nbi_bar_arrive(&s.empty[stage]);
+            nbi_bar_arrive(&s.empty[stage]);
             nbi_stream_put_sums<NT>(to + unit * plan.sum_floats, plan, p);
             at += plan.warps;
             unit += plan.warps;
@@ -455,7 +455,7 @@ NBI_DEV void nbi_stream_run(const WORK &w, const nbi_stream_plan &plan)
     const uint32_t warp = threadIdx.x / 32;
     if (threadIdx.x < plan.stages) { /* no more than there are threads */
         nbi_bar_init(&s.full[threadIdx.x], 1);
-        nbi_bar_init(&s.empty[threadIdx.x], plan.group);
+        nbi_bar_init(&s.empty[threadIdx.x], plan.group * 32); /* every lane that read */
     }
     if (threadIdx.x < 2) s.zero[threadIdx.x] = 0;
     nbi_bar_init_done();
