@@ -58,8 +58,7 @@ struct nbi_cuda {
     nbi_linear_args pending[NBI_CUDA_PENDING];
     uint32_t n_pending;
 
-    void *sampler;      /* of sample.cu */
-    const char *failed; /* an operator that could not run says so at step_end */
+    void *sampler; /* of sample.cu */
 };
 
 static inline nbi_cuda *nbi_cuda_of(nbi_backend *b)

@@ -42,7 +42,7 @@ NBI_DEV int nbi_linear_chunk(uint32_t b[][2], const nbi_linear_call &a, uint32_t
 
 inline uint32_t nbi_linear_chunks(const nbi_cuda_packed *w)
 {
-    return nbi_ceil_div(w->n_kt, nbi_chunk_tiles(w->kind));
+    return nbi_chunks_of(w->kind, w->n_kt);
 }
 
 void nbi_linear_few(nbi_cuda *c, const nbi_linear_call *a);

@@ -19,8 +19,7 @@ static void run(nbi_cuda *c, const nbi_linear_args *a)
     call.n_tokens = a->n_rows;
     call.x_stride = a->x_stride;
     call.y_stride = a->y_stride;
-    call.fast =
-        (reinterpret_cast<uintptr_t>(a->x) & 15u) == 0 && a->x_stride % 4 == 0 && w->cols % 4 == 0;
+    call.fast = nbi_x_fast(a->x, a->x_stride, w->cols);
     if (a->x_exact || w->kind == NBI_WEIGHT_F32) {
         nbi_linear_exact(c, &call);
         return;

@@ -26,9 +26,9 @@
 #define NBI_STREAM_RING   (96u << 10) /* bytes at most */
 #define NBI_STREAM_STAGES 64u
 #define NBI_STREAM_WARPS  16u /* at most, and one that asks for weights */
-#define NBI_STREAM_ROUND                                                    \
-    24u /* units between two times of adding up, where a tile has fewer; of \
-           one token, whose sums are small, twice as many */
+/* Units between two times of adding up, where a tile has fewer; of one token, whose sums are small,
+ * twice as many. */
+#define NBI_STREAM_ROUND 24u
 
 __host__ __device__ constexpr uint32_t nbi_stream_unit_bytes(nbi_weight_kind kind)
 {
@@ -105,6 +105,17 @@ inline nbi_stream_plan nbi_stream_plan_for(nbi_weight_kind kind, uint32_t n_part
 inline bool nbi_stream_plan_fits(const nbi_stream_plan &p)
 {
     return p.warps >= 4 && p.stages >= 2 && p.stages * p.group >= p.warps;
+}
+
+/* Threads of a launch, and blocks for n_tiles. */
+inline dim3 nbi_stream_threads(const nbi_stream_plan &p)
+{
+    return dim3(p.warps * 32 + 32);
+}
+
+inline dim3 nbi_stream_grid(uint32_t n_sms, uint32_t n_tiles)
+{
+    return dim3(n_tiles < n_sms ? n_tiles : n_sms);
 }
 
 /* Shared memory of a block. */
@@ -194,12 +205,7 @@ NBI_DEV void nbi_stream_put_x(const nbi_stream_plan &plan, const nbi_stream_shar
     }
     int e = 0;
     if (KIND != NBI_WEIGHT_BF16) {
-#pragma unroll
-        for (int d = 16; d; d >>= 1) {
-            const uint32_t other = __shfl_xor_sync(NBI_FULL_MASK, most, d);
-            most = other > most ? other : most;
-        }
-        e = nbi_chunk_exponent(most);
+        e = nbi_chunk_exponent(nbi_warp_max(most));
     }
 #pragma unroll
     for (uint32_t i = 0; i < LOADS; i++) {
@@ -335,8 +341,7 @@ NBI_DEV void nbi_stream_add_one(float y[4], const WORK &w, const nbi_stream_shar
 #pragma unroll 8
     for (uint32_t c = 0; c < w.n_chunks; c++) {
         const nbi_f32x2 p = *reinterpret_cast<const nbi_f32x2 *>(at + c * 16);
-        nbi_f32x2 block = {{1.0f, 1.0f}};
-        if (KIND == NBI_WEIGHT_FP8_BLOCK) block = nbi_tile_block_scale<KIND>(m, rt, c);
+        const nbi_f32x2 block = nbi_tile_block_scale<KIND>(m, rt, c);
         y[0] = fmaf(p.v[0], unit[c] * block.v[0], y[0]);
         y[2] = fmaf(p.v[1], unit[c] * block.v[1], y[2]);
     }
@@ -351,8 +356,7 @@ NBI_DEV void nbi_stream_add_chunks(float y[NT][4], const WORK &w, const nbi_stre
 #pragma unroll 4
     for (uint32_t c = 0; c < w.n_chunks; c++) {
         const uint32_t unit = part * w.n_chunks + c;
-        nbi_f32x2 block = {{1.0f, 1.0f}};
-        if (KIND == NBI_WEIGHT_FP8_BLOCK) block = nbi_tile_block_scale<KIND>(m, rt, c);
+        const nbi_f32x2 block = nbi_tile_block_scale<KIND>(m, rt, c);
 #pragma unroll
         for (uint32_t j = 0; j < NT; j++) {
             const nbi_f32x4 p = *reinterpret_cast<const nbi_f32x4 *>(sums + unit * plan.sum_floats +
@@ -447,7 +451,7 @@ NBI_DEV void nbi_stream_consume(const WORK &w, const nbi_stream_plan &plan,
     }
 }
 
-/* The whole kernel: plan.warps * 32 + 32 threads. */
+/* The whole kernel: nbi_stream_threads(). */
 template <nbi_weight_kind KIND, uint32_t NT, class WORK>
 NBI_DEV void nbi_stream_run(const WORK &w, const nbi_stream_plan &plan)
 {

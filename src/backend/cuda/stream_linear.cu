@@ -81,15 +81,11 @@ static __global__ void __launch_bounds__((NBI_STREAM_WARPS + 1) * 32)
     nbi_stream_run<KIND, NT>(w, plan);
 }
 
-static uint32_t chunks_of(const nbi_cuda_packed *p)
-{
-    return nbi_ceil_div(p->n_kt, nbi_chunk_tiles(p->kind));
-}
-
 static nbi_stream_plan plan_for(const nbi_cuda *c, const nbi_linear_args *a)
 {
     const nbi_cuda_packed *p = nbi_cuda_packed_of(a->w);
-    return nbi_stream_plan_for(p->kind, 1, chunks_of(p), a->n_rows, (uint32_t)c->rt.shared_max);
+    return nbi_stream_plan_for(p->kind, 1, nbi_chunks_of(p->kind, p->n_kt), a->n_rows,
+                               (uint32_t)c->rt.shared_max);
 }
 
 bool nbi_cuda_stream_fits(const nbi_cuda *c, const nbi_linear_args *calls, uint32_t n)
@@ -116,8 +112,8 @@ bool nbi_cuda_stream_fits(const nbi_cuda *c, const nbi_linear_args *calls, uint3
 template <nbi_weight_kind KIND>
 static void launch(nbi_cuda *c, const linear_work &w, const nbi_stream_plan &plan)
 {
-    const uint32_t sms = (uint32_t)c->rt.n_sms;
-    const dim3 grid(w.n_tiles < sms ? w.n_tiles : sms), block(plan.warps * 32 + 32);
+    const dim3 grid = nbi_stream_grid((uint32_t)c->rt.n_sms, w.n_tiles);
+    const dim3 block = nbi_stream_threads(plan);
     if (plan.pad_tokens > 8)
         nbi_launch(&c->rt, grid, block, plan.shared, stream_linear_kernel<KIND, 2>, w, plan);
     else
@@ -138,10 +134,10 @@ void nbi_cuda_stream_linear(nbi_cuda *c, const nbi_linear_args *calls, uint32_t 
     w.x_stride = a->x_stride;
     w.n_jobs = n;
     w.n_parts = 1;
-    w.n_chunks = chunks_of(p);
+    w.n_chunks = nbi_chunks_of(p->kind, p->n_kt);
     w.cols = p->cols;
     w.n_tokens = a->n_rows;
-    w.x_fast = ((uintptr_t)a->x & 15u) == 0 && a->x_stride % 4 == 0 && p->cols % 4 == 0;
+    w.x_fast = nbi_x_fast(a->x, a->x_stride, p->cols);
     const nbi_stream_plan plan = plan_for(c, a);
     switch (p->kind) {
     case NBI_WEIGHT_NVFP4: launch<NBI_WEIGHT_NVFP4>(c, w, plan); break;

@@ -62,6 +62,12 @@ __host__ __device__ constexpr uint32_t nbi_chunk_tiles(nbi_weight_kind kind)
     return kind == NBI_WEIGHT_FP8_BLOCK ? 2 : 4;
 }
 
+/* Chunks of a row of n_kt tiles. */
+__host__ __device__ constexpr uint32_t nbi_chunks_of(nbi_weight_kind kind, uint32_t n_kt)
+{
+    return (n_kt + nbi_chunk_tiles(kind) - 1) / nbi_chunk_tiles(kind);
+}
+
 inline size_t nbi_packed_pad(size_t bytes)
 {
     return (bytes + 255) / 256 * 256;
@@ -260,6 +266,17 @@ NBI_DEV uint32_t nbi_amax_bits(uint32_t most, const nbi_f32x4 &x)
     return most;
 }
 
+/* Over the four lanes of a token. */
+NBI_DEV uint32_t nbi_quad_max(uint32_t x)
+{
+#pragma unroll
+    for (int d = 1; d < 4; d *= 2) {
+        const uint32_t other = __shfl_xor_sync(NBI_FULL_MASK, x, d);
+        x = other > x ? other : x;
+    }
+    return x;
+}
+
 /* e of a chunk: 2^-e brings its largest magnitude into [2^14, 2^15). 0 for zeros and for chunks
  * that are not finite. */
 NBI_DEV int nbi_chunk_exponent(uint32_t amax_bits)
@@ -311,7 +328,7 @@ NBI_DEV nbi_f32x4 nbi_x_load_again(const float *row, uint32_t at, uint32_t n, bo
     return x;
 }
 
-NBI_DEV bool nbi_x_fast(const float *x, uint32_t stride, uint32_t cols)
+__host__ __device__ inline bool nbi_x_fast(const void *x, uint32_t stride, uint32_t cols)
 {
     return ((uintptr_t)x & 15u) == 0 && stride % 4 == 0 && cols % 4 == 0;
 }
@@ -346,11 +363,7 @@ NBI_DEV int nbi_x_chunk(uint32_t b[][2], const float *row, uint32_t first, uint3
     }
     int e = 0;
     if (KIND != NBI_WEIGHT_BF16) {
-#pragma unroll
-        for (int d = 1; d < 4; d *= 2) {
-            const uint32_t other = __shfl_xor_sync(NBI_FULL_MASK, most, d);
-            most = other > most ? other : most;
-        }
+        most = nbi_quad_max(most);
         e = nbi_chunk_exponent(most);
     }
     const float unit = nbi_pow2(-e);
@@ -367,11 +380,7 @@ NBI_DEV int nbi_x_chunk(uint32_t b[][2], const float *row, uint32_t first, uint3
 NBI_DEV void nbi_x_round(nbi_f32x4 *x, float input_scale)
 {
     uint32_t most = nbi_amax_bits(0, *x);
-#pragma unroll
-    for (int d = 1; d < 4; d *= 2) {
-        const uint32_t other = __shfl_xor_sync(NBI_FULL_MASK, most, d);
-        most = other > most ? other : most;
-    }
+    most = nbi_quad_max(most);
     const float scale = nbi_from_e4m3(nbi_to_e4m3(nbi_float(most) / (6.0f * input_scale)));
     const float step = scale * input_scale;
 #pragma unroll

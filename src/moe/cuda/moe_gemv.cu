@@ -49,11 +49,6 @@ static NBI_DEV uint32_t warp_index()
     return __shfl_sync(NBI_FULL_MASK, threadIdx.x / NBI_WARP, 0);
 }
 
-static NBI_DEV uint32_t n_chunks_of(const nbi_cuda_packed &p, uint32_t chunk_tiles)
-{
-    return (p.n_kt + chunk_tiles - 1) / chunk_tiles;
-}
-
 /* ---------------------------------------------------------------- gate and up */
 
 /* The expert of `pair` and its pairs in order, when `pair` is its first and n_pairs at most
@@ -112,7 +107,7 @@ static NBI_DEV void finish_gate_up(const gate_up_args &a, const nbi_cuda_packed 
                                    size_t pair0, const uint32_t *list, uint32_t m)
 {
     const uint32_t lane = (uint32_t)nbi_lane(), g = lane / 4, t = lane % 4;
-    const uint32_t n_chunks = n_chunks_of(w, nbi_chunk_tiles(KIND));
+    const uint32_t n_chunks = nbi_chunks_of(KIND, w.n_kt);
     float y[4] = {0, 0, 0, 0};
     for (uint32_t c = 0; c < n_chunks; c++)
         nbi_chunk_add(y, part[(size_t)c * part_step + lane].v, unit + c * COLUMNS + 2 * t,
@@ -146,7 +141,7 @@ static __global__ void __launch_bounds__(GATE_UP_WARPS *NBI_WARP, GATE_UP_BLOCKS
     const nbi_cuda_packed w = nbi_moe_expert(a.w, (uint32_t)e);
     const float input_scale = nbi_moe_input_scale(a.w, (uint32_t)e);
     const uint32_t rt0 = blockIdx.x * a.row_tiles, n_rt = least(a.row_tiles, w.n_rt - rt0);
-    const uint32_t n_chunks = n_chunks_of(w, TILES), n_units = n_chunks * n_rt;
+    const uint32_t n_chunks = nbi_chunks_of(KIND, w.n_kt), n_units = n_chunks * n_rt;
     const uint32_t pitch = w.n_kt * NBI_MOE_TILE_X_BYTES + ROW_PAD;
     nbi_f32x4 *part = nbi_shared<nbi_f32x4>();
     float *unit = reinterpret_cast<float *>(part + n_chunks * a.row_tiles * NBI_WARP);
@@ -331,7 +326,7 @@ static __global__ void __launch_bounds__(DOWN_WARPS *NBI_WARP, 1) down_kernel(co
     group_pairs(&s, a.ids + pair0, n_pairs, a.n_experts);
 
     const nbi_cuda_packed &w = a.w.first;
-    const uint32_t n_chunks = n_chunks_of(w, TILES);
+    const uint32_t n_chunks = nbi_chunks_of(KIND, w.n_kt);
     const uint32_t pitch = w.n_kt * NBI_MOE_TILE_X_BYTES + ROW_PAD;
     const uint32_t n_units = s.n_sets * n_chunks, most = a.rows * a.top_k;
     char *xs = nbi_shared<char>();
@@ -426,7 +421,7 @@ static void launch_gate_up(nbi_cuda *c, const nbi_moe_layer *l, const nbi_moe_ar
     a.rows = r->n_rows < ROWS ? r->n_rows : ROWS;
     const nbi_cuda_packed &w = a.w.first;
     const uint32_t pairs = a.rows * a.top_k;
-    const uint32_t n_chunks = nbi_ceil_div(w.n_kt, nbi_chunk_tiles(KIND));
+    const uint32_t n_chunks = nbi_chunks_of(KIND, w.n_kt);
     const size_t pitch = (size_t)w.n_kt * NBI_MOE_TILE_X_BYTES + ROW_PAD;
     a.row_tiles = choose_row_tiles(c, pairs, w.n_rt, n_chunks);
     const size_t rest = gate_up_shared(n_chunks, a.row_tiles);
@@ -441,8 +436,7 @@ static void launch_gate_up(nbi_cuda *c, const nbi_moe_layer *l, const nbi_moe_ar
 static size_t down_shared(const nbi_moe_shape *s, uint32_t rows)
 {
     const size_t n_kt = (s->inter + NBI_TILE_COLS - 1) / NBI_TILE_COLS;
-    const size_t n_chunks =
-        (n_kt + nbi_chunk_tiles(s->kind_down) - 1) / nbi_chunk_tiles(s->kind_down);
+    const size_t n_chunks = nbi_chunks_of(s->kind_down, (uint32_t)n_kt);
     return (size_t)rows * s->top_k *
            (n_kt * NBI_MOE_TILE_X_BYTES + ROW_PAD + 4 * n_chunks * (1 + NBI_TILE_ROWS) +
             4 * NBI_TILE_ROWS);
@@ -476,7 +470,7 @@ static void launch_down(nbi_cuda *c, const nbi_moe_layer *l, const nbi_moe_args 
     a.n_experts = l->shape.n_experts;
     a.rows = r->n_rows < ROWS ? r->n_rows : ROWS;
     while (a.rows > 1 && down_shared(&l->shape, a.rows) > down_room(c)) a.rows--;
-    const uint32_t units = a.rows * a.top_k * nbi_ceil_div(a.w.first.n_kt, nbi_chunk_tiles(KIND));
+    const uint32_t units = a.rows * a.top_k * nbi_chunks_of(KIND, a.w.first.n_kt);
     uint32_t warps = nbi_ceil_div(units, nbi_ceil_div(units, DOWN_WARPS));
     if (warps < 4) warps = 4;
     nbi_launch(&c->rt, dim3(a.w.first.n_rt, nbi_ceil_div(a.n_rows, a.rows)), dim3(warps * NBI_WARP),

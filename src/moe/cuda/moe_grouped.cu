@@ -430,7 +430,7 @@ static __global__ void __launch_bounds__(THREADS, D::BLOCKS) product_kernel(cons
 
 static uint32_t chunks_of(nbi_weight_kind kind, uint32_t cols)
 {
-    return nbi_ceil_div(nbi_ceil_div(cols, NBI_TILE_COLS), nbi_chunk_tiles(kind));
+    return nbi_chunks_of(kind, nbi_ceil_div(cols, NBI_TILE_COLS));
 }
 
 static size_t row_bytes_of(uint32_t cols)

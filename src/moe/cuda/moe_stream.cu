@@ -143,20 +143,10 @@ static __global__ void __launch_bounds__((NBI_STREAM_WARPS + 1) * 32)
     nbi_stream_run<KIND, 1>(w, plan);
 }
 
-static uint32_t chunks_of(const nbi_cuda_packed *p)
-{
-    return nbi_ceil_div(p->n_kt, nbi_chunk_tiles(p->kind));
-}
-
 static nbi_stream_plan plan_for(const nbi_cuda *c, const nbi_cuda_packed *p, uint32_t parts)
 {
-    return nbi_stream_plan_for(p->kind, parts, chunks_of(p), 1, (uint32_t)c->rt.shared_max);
-}
-
-static dim3 grid_for(const nbi_cuda *c, uint32_t n_tiles)
-{
-    const uint32_t sms = (uint32_t)c->rt.n_sms;
-    return dim3(n_tiles < sms ? n_tiles : sms);
+    return nbi_stream_plan_for(p->kind, parts, nbi_chunks_of(p->kind, p->n_kt), 1,
+                               (uint32_t)c->rt.shared_max);
 }
 
 bool nbi_moe_stream_fits(const nbi_cuda *c, const nbi_moe_layer *l, const nbi_moe_args *a)
@@ -180,12 +170,12 @@ static void launch_gate_up(nbi_cuda *c, const nbi_moe_layer *l, const nbi_moe_ar
     w.n_experts = l->shape.n_experts;
     w.n_tiles = l->shape.top_k * m.n_rt;
     w.n_parts = w.n_tokens = 1;
-    w.n_chunks = chunks_of(&m);
+    w.n_chunks = nbi_chunks_of(KIND, m.n_kt);
     w.cols = m.cols;
-    w.x_fast = ((uintptr_t)a->x & 15u) == 0 && m.cols % 4 == 0;
+    w.x_fast = nbi_x_fast(a->x, 0, m.cols);
     const nbi_stream_plan plan = plan_for(c, &m, 1);
-    nbi_launch(&c->rt, grid_for(c, w.n_tiles), dim3(plan.warps * 32 + 32), plan.shared,
-               stream_gate_up_kernel<KIND>, w, plan);
+    nbi_launch(&c->rt, nbi_stream_grid((uint32_t)c->rt.n_sms, w.n_tiles), nbi_stream_threads(plan),
+               plan.shared, stream_gate_up_kernel<KIND>, w, plan);
 }
 
 template <nbi_weight_kind KIND>
@@ -201,13 +191,13 @@ static void launch_down(nbi_cuda *c, const nbi_moe_layer *l, const nbi_moe_args 
     w.n_experts = l->shape.n_experts;
     w.n_tiles = m.n_rt;
     w.n_parts = l->shape.top_k;
-    w.n_chunks = chunks_of(&m);
+    w.n_chunks = nbi_chunks_of(KIND, m.n_kt);
     w.n_tokens = 1;
     w.cols = m.cols;
     w.x_fast = m.cols % 4 == 0;
     const nbi_stream_plan plan = plan_for(c, &m, w.n_parts);
-    nbi_launch(&c->rt, grid_for(c, w.n_tiles), dim3(plan.warps * 32 + 32), plan.shared,
-               stream_down_kernel<KIND>, w, plan);
+    nbi_launch(&c->rt, nbi_stream_grid((uint32_t)c->rt.n_sms, w.n_tiles), nbi_stream_threads(plan),
+               plan.shared, stream_down_kernel<KIND>, w, plan);
 }
 
 void nbi_moe_stream_run(nbi_cuda *c, const nbi_moe_layer *l, const nbi_moe_args *a)

@@ -29,12 +29,7 @@ NBI_DEV float nbi_moe_x_chunk(char *dst, const float *row, uint32_t chunk, uint3
     int e = 0;
     if (KIND != NBI_WEIGHT_BF16) {
         uint32_t most = nbi_amax_bits(nbi_amax_bits(0, even), odd);
-#pragma unroll
-        for (int d = 16; d; d /= 2) {
-            const uint32_t other = __shfl_xor_sync(NBI_FULL_MASK, most, d);
-            most = other > most ? other : most;
-        }
-        e = nbi_chunk_exponent(most);
+        e = nbi_chunk_exponent(nbi_warp_max(most));
     }
     /* the row ends within the chunk: tiles behind it have no place */
     const uint32_t n_tiles = (n + NBI_TILE_COLS - 1) / NBI_TILE_COLS;
