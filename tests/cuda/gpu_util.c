@@ -103,3 +103,13 @@ void gpu_sync(nbi_backend *b)
     nb_error err = {0};
     if (b->ops->sync(b, &err) != NB_OK) fail_msg("%s", err.text);
 }
+
+double gpu_bandwidth(nbi_backend *b, size_t bytes)
+{
+    void *memory = b->ops->alloc(b, bytes);
+    assert_non_null(memory);
+    const double rate = b->ops->read_bandwidth(b, memory, bytes);
+    b->ops->release(b, memory, bytes);
+    print_message("%s: read %.0f GB/s\n", b->description, 1e-9 * rate);
+    return rate;
+}

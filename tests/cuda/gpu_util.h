@@ -32,3 +32,6 @@ void gpu_free(gpu_buffer *buffer);
 const nbi_batch *gpu_step(nbi_backend *b, const nbi_batch *host);
 void gpu_step_end(nbi_backend *b);
 void gpu_sync(nbi_backend *b);
+
+/* Bytes per second of reads over `bytes` of memory taken for it; printed with the device's name. */
+double gpu_bandwidth(nbi_backend *b, size_t bytes);

@@ -598,7 +598,8 @@ static void bench_mla(uint32_t heads, uint32_t nope, uint32_t v, uint32_t n_seqs
     bench_batch(&batch, n_seqs, length, rows);
     const uint32_t T = batch.b.n_rows;
     const at_mla_case c = {heads, nope, 64, 512, v, NBI_BF16, NBI_WEIGHT_BF16, 0};
-    const nbi_limits limits = at_mla_limits(&c, T, length);
+    nbi_limits limits = at_mla_limits(&c, T, length);
+    limits.max_seqs = n_seqs;
     nbi_backend *b = gpu_open(&limits);
     const size_t nq = (size_t)T * heads * (nope + 64), nw = (size_t)heads * (nope + v) * 512;
     uint16_t *w = malloc(nw * sizeof *w);
@@ -664,7 +665,8 @@ static void bench_gqa(uint32_t heads, uint32_t kv, uint32_t n_seqs, uint32_t len
     bench_batch(&batch, n_seqs, length, rows);
     const uint32_t T = batch.b.n_rows;
     const at_gqa_case c = {heads, kv, 128, NBI_BF16};
-    const nbi_limits limits = at_gqa_limits(&c, T, length);
+    nbi_limits limits = at_gqa_limits(&c, T, length);
+    limits.max_seqs = n_seqs;
     nbi_backend *b = gpu_open(&limits);
     const size_t nq = (size_t)T * heads * 128;
     float *q0 = op_floats(nq);

@@ -467,11 +467,7 @@ static void run_bench(void)
     nbi_limits limits = limits_for(6144, 151936, BENCH_TOKENS);
     limits.max_context = BENCH_TOKENS;
     nbi_backend *b = gpu_open_graphs(&limits);
-    void *memory = b->ops->alloc(b, BENCH_MEMORY);
-    assert_non_null(memory);
-    const double bandwidth = b->ops->read_bandwidth(b, memory, BENCH_MEMORY);
-    b->ops->release(b, memory, BENCH_MEMORY);
-    print_message("%s: read %.0f GB/s\n", b->description, 1e-9 * bandwidth);
+    const double bandwidth = gpu_bandwidth(b, BENCH_MEMORY);
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         bench k = {.b = b, .pass = (uint32_t)i * 100};
         bench_weights(&k, cases[i].kind, cases[i].rows, cases[i].cols);

@@ -538,12 +538,7 @@ static void run_bench(void)
     wide.max_rows = BENCH_ROWS;
     wide.max_context = BENCH_ROWS;
     nbi_backend *b = gpu_open_graphs(&wide);
-    const size_t bytes = NBI_CUDA_EMULATED ? 1u << 16 : (size_t)4 << 30;
-    void *memory = b->ops->alloc(b, bytes);
-    assert_non_null(memory);
-    const double bandwidth = b->ops->read_bandwidth(b, memory, bytes);
-    b->ops->release(b, memory, bytes);
-    print_message("%s: read %.0f GB/s\n", b->description, 1e-9 * bandwidth);
+    const double bandwidth = gpu_bandwidth(b, NBI_CUDA_EMULATED ? 1u << 16 : (size_t)4 << 30);
     for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++) bench_one(b, &shapes[i], bandwidth);
     gpu_close(b);
 }
