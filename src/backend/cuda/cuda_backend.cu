@@ -9,6 +9,8 @@
 
 /* ---------------------------------------------------------------- open, memory */
 
+#define COPIERS 8u /* threads that copy weights, at most */
+
 static void cuda_close(nbi_backend **b);
 
 static nb_status open_stages(nbi_cuda *c, nb_error *err)
@@ -80,6 +82,7 @@ static void cuda_close(nbi_backend **b)
     if (!b || !*b) return;
     nbi_cuda *c = nbi_cuda_of(*b);
     release_reserved(c);
+    nbi_pool_destroy(&c->copiers);
     for (char *stage : c->stage) nbi_rt_free_host(&c->rt, stage);
     nbi_rt_free(&c->rt, c->stage_device);
     nbi_rt_close(&c->rt);
@@ -112,6 +115,15 @@ char *nbi_cuda_stage(nbi_cuda *c, size_t bytes)
     const size_t end = c->stage_used + (bytes + 15) / 16 * 16;
     c->stage_used = end < NBI_CUDA_STAGE_BYTES ? end : NBI_CUDA_STAGE_BYTES;
     return at;
+}
+
+nbi_pool *nbi_cuda_copiers(nbi_cuda *c)
+{
+    const uint32_t cores = nbi_cores_available(), n = cores < COPIERS ? cores : COPIERS;
+    nb_error ignored;
+    if (!c->copiers && n > 1 && nbi_pool_create(&c->copiers, n, &ignored) != NB_OK)
+        c->copiers = NULL;
+    return c->copiers;
 }
 
 void nbi_cuda_upload(nbi_cuda *c, void *dst, const void *src, size_t bytes)
@@ -211,6 +223,7 @@ static nb_status cuda_reserve(nbi_backend *b, const nbi_limits *limits, nb_error
 {
     nbi_cuda *c = nbi_cuda_of(b);
     release_reserved(c);
+    nbi_pool_destroy(&c->copiers); /* weights are there */
     c->limits = *limits;
     c->scratch_bytes = operator_scratch(c, limits);
     c->batch_bytes = batch_block(c, limits);

@@ -208,25 +208,43 @@ static __global__ void pack_kernel(const char *raw, const pack_piece *pieces, ui
 
 /* ---------------------------------------------------------------- host */
 
+/* Bytes for pinned memory: one thread copies them, others copy others. */
+struct copy {
+    char *to;
+    const void *from;
+    size_t bytes; /* at most COPY_BYTES */
+};
+#define COPY_BYTES ((size_t)256 << 10)
+#define COPIES_MAX (4 * PIECES_MAX + (uint32_t)(NBI_CUDA_STAGE_BYTES / COPY_BYTES))
+
 /* What is gathered in pinned memory for one upload: the descriptions, then the bytes. */
 struct pack_batch {
     nbi_cuda *c;
     char *host;
     size_t used, room;
-    uint32_t n_pieces, n_tiles;
+    uint32_t n_pieces, n_tiles, n_copies;
+    copy copies[COPIES_MAX];
 };
+
+static void copy_task(void *arg, uint32_t begin, uint32_t end, uint32_t thread)
+{
+    (void)thread;
+    const copy *copies = static_cast<const copy *>(arg);
+    for (uint32_t i = begin; i < end; i++) memcpy(copies[i].to, copies[i].from, copies[i].bytes);
+}
 
 static void flush(pack_batch *b)
 {
     if (!b->n_pieces) return;
     nbi_rt *rt = &b->c->rt;
     char *device = b->c->stage_device;
+    nbi_pool_run(nbi_cuda_copiers(b->c), copy_task, b->copies, b->n_copies, 1);
     nbi_rt_upload(rt, device, b->host, b->used);
     nbi_launch(rt, dim3(nbi_ceil_div(b->n_tiles, WARPS)), dim3(WARPS * NBI_WARP), 0, pack_kernel,
                device, reinterpret_cast<const pack_piece *>(device), b->n_pieces, b->n_tiles);
     /* The rest of the pinned piece is for the next. */
     b->c->stage_used = (size_t)(b->host - b->c->stage[b->c->stage_now]) + b->used;
-    b->n_pieces = b->n_tiles = 0;
+    b->n_pieces = b->n_tiles = b->n_copies = 0;
     b->host = NULL;
 }
 
@@ -241,10 +259,16 @@ static void begin(pack_batch *b, size_t bytes)
     b->used = head;
 }
 
+/* Gives `bytes` of src a place; they are there when flush() uploads them. */
 static uint64_t put(pack_batch *b, const void *src, size_t bytes)
 {
     const size_t at = b->used;
-    memcpy(b->host + at, src, bytes);
+    const char *from = static_cast<const char *>(src);
+    for (size_t i = 0; i < bytes; i += COPY_BYTES) {
+        NB_ASSERT(b->n_copies < COPIES_MAX);
+        b->copies[b->n_copies++] = {b->host + at + i, from + i,
+                                    bytes - i < COPY_BYTES ? bytes - i : COPY_BYTES};
+    }
     b->used = (at + bytes + 15) / 16 * 16;
     return at;
 }
@@ -341,8 +365,11 @@ static void pack_item(pack_batch *b, const nbi_cuda_pack_item *item)
 
 void nbi_cuda_pack(nbi_cuda *c, const nbi_cuda_pack_item *items, uint32_t n)
 {
-    pack_batch b = {};
+    pack_batch b;
     b.c = c;
+    b.host = NULL;
+    b.used = b.room = 0;
+    b.n_pieces = b.n_tiles = b.n_copies = 0;
     for (uint32_t i = 0; i < n; i++) {
         const nbi_cuda_pack_item *item = &items[i];
         NB_ASSERT(item->to.kind == item->m->kind && item->to.rows == item->m->rows &&
