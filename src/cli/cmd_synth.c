@@ -41,6 +41,10 @@ int nbi_cmd_synth(int argc, char **argv)
          "cut layers, then experts, until the weights take at most\n"
          "this many bytes (5G, 512Mi)",
          false},
+        {"shard-of-tp", NBI_OPT_U32, &o.shard_of_tp, "N",
+         "what one of N ranks of tensor parallelism holds: heads,\n"
+         "columns of MLPs and experts, and the vocabulary divided by N",
+         false},
         {"weights", NBI_OPT_STRING, &weights, "KIND",
          "nvfp4-experts  routed experts in NVFP4, the rest BF16\n"
          "nvfp4-mlp      shared experts and dense MLPs too (default)\n"

@@ -53,7 +53,8 @@ typedef struct nbi_synth_options {
     const char *const *sets;   /* [n_sets] "key=value" for config.json; value is JSON or else a
                                   string; a.b reaches into an object */
     size_t n_sets;
-    bool mtp; /* write the MTP layer too */
+    uint32_t shard_of_tp; /* N > 1: what one of N ranks of tensor parallelism holds */
+    bool mtp;             /* write the MTP layer too */
     uint64_t seed;
     nbi_synth_weights weights;
     uint64_t max_bytes; /* of tensor data; 0: no limit. Cuts layers, then experts, until it fits */

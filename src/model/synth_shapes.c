@@ -158,13 +158,44 @@ static nb_status set_value(json_t *config, const char *text, nb_error *err)
     return NB_OK;
 }
 
+static nb_status set_integer(json_t *config, const char *key, json_int_t value, nb_error *err)
+{
+    if (json_object_set_new(config, key, json_integer(value)))
+        return nbi_fail(err, NB_NO_MEMORY, "out of memory for the configuration");
+    return NB_OK;
+}
+
 nb_status nbi_synth_resize(json_t *config, uint32_t n_layers, uint32_t n_experts, nb_error *err)
 {
     const char *experts =
         json_object_get(config, "num_experts") ? "num_experts" : "n_routed_experts";
-    bool bad = json_object_set_new(config, "num_hidden_layers", json_integer(n_layers)) ||
-               json_object_set_new(config, experts, json_integer(n_experts));
-    return bad ? nbi_fail(err, NB_NO_MEMORY, "out of memory for the configuration") : NB_OK;
+    NB_TRY(set_integer(config, "num_hidden_layers", n_layers, err));
+    return set_integer(config, experts, n_experts, err);
+}
+
+/* The share of one of n ranks: heads, columns of MLPs and experts, rows of embedding and head are
+ * cut; latents, indexer, router and norms are on every rank, and key-value heads where there are
+ * fewer than ranks. The vocabulary's last id ends an answer. */
+static nb_status cut_for_rank(json_t *config, uint32_t n, nb_error *err)
+{
+    static const char *const cut[] = {"num_attention_heads", "num_key_value_heads",
+                                      "intermediate_size", "moe_intermediate_size", "vocab_size"};
+    for (size_t i = 0; i < sizeof cut / sizeof *cut; i++) {
+        const json_int_t whole = json_integer_value(json_object_get(config, cut[i]));
+        if (!whole) continue;
+        const bool spread = i == 1 && n > whole && n % whole == 0; /* a head on n / whole ranks */
+        const bool width = strstr(cut[i], "intermediate") != NULL;
+        if (!spread && (whole % n || (width && whole / n % NBI_NVFP4_BLOCK)))
+            return nbi_fail(err, NB_INVALID,
+                            "--shard-of-tp %u: %s is %lld, which does not give %u equal parts%s", n,
+                            cut[i], (long long)whole, n, width ? " in blocks of 16" : "");
+        NB_TRY(set_integer(config, cut[i], spread ? 1 : whole / n, err));
+    }
+    const json_int_t last = json_integer_value(json_object_get(config, "vocab_size")) - 1;
+    static const char *const ids[] = {"bos_token_id", "eos_token_id", "pad_token_id"};
+    for (size_t i = 0; i < sizeof ids / sizeof *ids; i++)
+        if (json_object_get(config, ids[i])) NB_TRY(set_integer(config, ids[i], last, err));
+    return NB_OK;
 }
 
 nb_status nbi_synth_config(json_t **out, const nbi_synth_options *o, nb_error *err)
@@ -177,17 +208,13 @@ nb_status nbi_synth_config(json_t **out, const nbi_synth_options *o, nb_error *e
     NB_TRY(nbi_json_parse(&config, shapes[i].json, strlen(shapes[i].json), o->like, err));
     nb_status st = NB_OK;
     for (size_t k = 0; k < o->n_sets && st == NB_OK; k++) st = set_value(config, o->sets[k], err);
-    if (st == NB_OK && o->n_layers &&
-        json_object_set_new(config, "num_hidden_layers", json_integer(o->n_layers)))
-        st = nbi_fail(err, NB_NO_MEMORY, "out of memory for the configuration");
     const char *experts =
         json_object_get(config, "num_experts") ? "num_experts" : "n_routed_experts";
-    if (st == NB_OK && o->n_experts &&
-        json_object_set_new(config, experts, json_integer(o->n_experts)))
-        st = nbi_fail(err, NB_NO_MEMORY, "out of memory for the configuration");
-    if (st == NB_OK && !o->mtp && json_object_get(config, "num_nextn_predict_layers") &&
-        json_object_set_new(config, "num_nextn_predict_layers", json_integer(0)))
-        st = nbi_fail(err, NB_NO_MEMORY, "out of memory for the configuration");
+    if (st == NB_OK && o->n_layers) st = set_integer(config, "num_hidden_layers", o->n_layers, err);
+    if (st == NB_OK && o->n_experts) st = set_integer(config, experts, o->n_experts, err);
+    if (st == NB_OK && !o->mtp && json_object_get(config, "num_nextn_predict_layers"))
+        st = set_integer(config, "num_nextn_predict_layers", 0, err);
+    if (st == NB_OK && o->shard_of_tp > 1) st = cut_for_rank(config, o->shard_of_tp, err);
     if (st == NB_OK)
         *out = config;
     else

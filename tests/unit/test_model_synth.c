@@ -16,6 +16,7 @@
 #include "model/census.h"
 #include "model/quantize.h"
 #include "model/synth.h"
+#include "model/synth_parts.h"
 #include "scratch.h"
 
 /* Everything small, so that each shape takes milliseconds. */
@@ -197,6 +198,53 @@ static void sizes(void **state)
     scratch_remove(dir);
 }
 
+/* What one rank of tensor parallelism holds: configurations of the real shapes, and a checkpoint.
+ */
+static void shards(void **state)
+{
+    nbi_config c;
+    nb_error err;
+    json_t *json = NULL;
+    (void)state;
+    nbi_synth_options o = {.like = "glm-5", .shard_of_tp = 8};
+    assert_int_equal(nbi_synth_config(&json, &o, &err), NB_OK);
+    assert_int_equal(nbi_config_parse(&c, json, NULL, "glm-5", &err), NB_OK);
+    assert_true(c.n_heads == 8 && c.moe_intermediate == 256 && c.intermediate == 1536 &&
+                c.vocab == 19360 && c.hidden == 6144 && c.n_experts == 256 && c.q_lora == 2048 &&
+                c.kv_lora == 512 && c.index_heads == 32);
+    nbi_config_free(&c);
+    json_decref(json);
+    o = (nbi_synth_options){.like = "qwen3-30b-a3b", .shard_of_tp = 8}; /* 4 key-value heads */
+    assert_int_equal(nbi_synth_config(&json, &o, &err), NB_OK);
+    assert_int_equal(nbi_config_parse(&c, json, NULL, "qwen3", &err), NB_OK);
+    assert_true(c.n_heads == 4 && c.n_kv_heads == 1 && c.moe_intermediate == 96);
+    nbi_config_free(&c);
+    json_decref(json);
+    o = (nbi_synth_options){.like = "glm-4.7-flash", .shard_of_tp = 8}; /* 20 heads */
+    assert_int_equal(nbi_synth_config(&json, &o, &err), NB_INVALID);
+    assert_non_null(strstr(err.text, "num_attention_heads is 20"));
+    o = (nbi_synth_options){.like = "qwen3-30b-a3b", .shard_of_tp = 32}; /* 768 / 32 = 24 */
+    assert_int_equal(nbi_synth_config(&json, &o, &err), NB_INVALID);
+    assert_non_null(strstr(err.text, "blocks of 16"));
+
+    char *dir = scratch_make();
+    nbi_synth_result r;
+    const char *sets[sizeof small / sizeof *small + 1];
+    memcpy(sets, small, sizeof small);
+    sets[sizeof small / sizeof *small] = "moe_intermediate_size=64";
+    o = (nbi_synth_options){.like = "glm-4.7-flash",
+                            .out_dir = scratch_path(dir, "out"),
+                            .sets = sets,
+                            .n_sets = sizeof sets / sizeof *sets,
+                            .n_layers = 2,
+                            .shard_of_tp = 2,
+                            .n_threads = 1};
+    if (nbi_synth(&r, &o, &err) != NB_OK) fail_msg("%s", err.text);
+    nbi_census census = open_census(o.out_dir);
+    nbi_census_close(&census);
+    scratch_remove(dir);
+}
+
 /* ---- quantize */
 
 static void quantised(void **state)
@@ -375,10 +423,11 @@ static void poisoned_source(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(every_shape), cmocka_unit_test(reproducible),
-        cmocka_unit_test(unit_rows),   cmocka_unit_test(sizes),
-        cmocka_unit_test(quantised),   cmocka_unit_test(input_scales),
-        cmocka_unit_test(resumed),     cmocka_unit_test(poisoned_source),
+        cmocka_unit_test(every_shape),     cmocka_unit_test(reproducible),
+        cmocka_unit_test(unit_rows),       cmocka_unit_test(sizes),
+        cmocka_unit_test(shards),          cmocka_unit_test(quantised),
+        cmocka_unit_test(input_scales),    cmocka_unit_test(resumed),
+        cmocka_unit_test(poisoned_source),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
