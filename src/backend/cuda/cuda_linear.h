@@ -47,5 +47,7 @@ inline uint32_t nbi_linear_chunks(const nbi_cuda_packed *w)
 
 void nbi_linear_few(nbi_cuda *c, const nbi_linear_call *a);
 void nbi_linear_many(nbi_cuda *c, const nbi_linear_call *a);
+/* On warpgroups; false: not on this device, or too little work. The scratch is that of many. */
+bool nbi_linear_wide(nbi_cuda *c, const nbi_linear_call *a);
 size_t nbi_linear_many_scratch(uint32_t n_tokens, uint32_t cols);
 void nbi_linear_exact(nbi_cuda *c, const nbi_linear_call *a);

@@ -19,11 +19,21 @@ template <class T> NBI_DEV T *nbi_shared()
     extern __shared__ __align__(128) unsigned char nbi_shared_bytes[];
     return reinterpret_cast<T *>(nbi_shared_bytes);
 }
+/* The same, 1,024-byte aligned: for wgmma. */
+template <class T> NBI_DEV T *nbi_shared_1024()
+{
+    extern __shared__ __align__(1024) unsigned char nbi_shared_bytes_1024[];
+    return reinterpret_cast<T *>(nbi_shared_bytes_1024);
+}
 #else
 #include "backend/cuda/emulate.h"
 #define NBI_EMULATED 1
 #define NBI_DEV      inline
 template <class T> inline T *nbi_shared()
+{
+    return reinterpret_cast<T *>(nbi_emu_shared());
+}
+template <class T> inline T *nbi_shared_1024()
 {
     return reinterpret_cast<T *>(nbi_emu_shared());
 }
@@ -33,6 +43,13 @@ template <class T> inline T *nbi_shared()
 #define NBI_SM90 1
 #else
 #define NBI_SM90 0
+#endif
+
+/* wgmma, which only 9.0 has */
+#if NBI_EMULATED || defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#define NBI_SM90A 1
+#else
+#define NBI_SM90A 0
 #endif
 
 #define NBI_WARP      32
@@ -510,6 +527,115 @@ NBI_DEV void nbi_mma_f16(float d[4], const uint32_t a[4], const uint32_t b[2])
                  "{%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
                  : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+#endif
+}
+
+/* ---------------------------------------------------------------- warpgroup products, 9.0 only */
+
+/* Writes of this thread to shared memory become known to wgmma; a barrier behind for others. */
+NBI_DEV void nbi_shared_to_async()
+{
+#if !NBI_EMULATED && NBI_SM90
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+}
+
+/* Registers of a thread from here on: MORE takes, else gives back. All warps of a warpgroup. */
+template <int N, bool MORE> NBI_DEV void nbi_registers()
+{
+#if !NBI_EMULATED && NBI_SM90A
+    if (MORE)
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
+    else
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));
+#endif
+}
+
+/* B of a wgmma in shared memory: groups of 8 columns (n) of 1,024 bytes, aligned to 1,024; in a
+ * group 128 bytes for each column, 64 values along K, whose 16-byte piece q lies at q ^ n % 8. A
+ * k-step further on is + 2. Source: PTX ISA, matrix descriptor, 128-byte swizzle. */
+NBI_DEV uint64_t nbi_wgmma_b(const void *shared)
+{
+#if NBI_EMULATED
+    const uint32_t at =
+        (uint32_t)(static_cast<const char *>(shared) - static_cast<const char *>(nbi_emu_shared()));
+#else
+    const uint32_t at = (uint32_t)__cvta_generic_to_shared(shared);
+#endif
+    return (uint64_t)1 << 62 | (uint64_t)(1024 >> 4) << 32 | (uint64_t)1 << 16 |
+           (at >> 4 & 0x3fffu);
+}
+
+/* Before the first wgmma, and after registers of one were written by other instructions. */
+NBI_DEV void nbi_wgmma_begin()
+{
+#if !NBI_EMULATED && NBI_SM90A
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#endif
+}
+
+/* The wgmma before are a group. */
+NBI_DEV void nbi_wgmma_commit()
+{
+#if NBI_EMULATED
+    nbi_emu_wgmma_commit();
+#elif NBI_SM90A
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+#endif
+}
+
+/* Until at most LEFT groups are on their way. Registers of a group, a and d, may not be touched
+ * before. */
+template <int LEFT> NBI_DEV void nbi_wgmma_wait()
+{
+#if NBI_EMULATED
+    nbi_emu_wgmma_wait(LEFT);
+#elif NBI_SM90A
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
+#endif
+}
+
+/* What comes before and after in the code stays before and after for these registers. */
+template <int N> NBI_DEV void nbi_wgmma_hold(float (&d)[N])
+{
+#if !NBI_EMULATED
+#pragma unroll
+    for (int i = 0; i < N; i++) asm volatile("" : "+f"(d[i])::"memory");
+#else
+    (void)d;
+#endif
+}
+
+#define NBI_D8(i)                                                                               \
+    "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), \
+        "+f"(d[i + 6]), "+f"(d[i + 7])
+#define NBI_D32(i) NBI_D8(i), NBI_D8(i + 8), NBI_D8(i + 16), NBI_D8(i + 24)
+#define NBI_WGMMA_128(type)                                                                    \
+    asm volatile("{.reg .pred p; setp.ne.u32 p, %69, 0; "                                      \
+                 "wgmma.mma_async.sync.aligned.m64n128k16.f32." type "." type " "              \
+                 "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "     \
+                 "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, " \
+                 "%31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, " \
+                 "%46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, " \
+                 "%61, %62, %63}, {%64, %65, %66, %67}, %68, p, 1, 1, 0;}"                     \
+                 : NBI_D32(0), NBI_D32(32)                                                     \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)more))
+
+/* d = a b, or d += a b with `more`: 64 rows by 128 columns, k-step of 16, by the four warps of a
+ * warpgroup; asynchronous, see nbi_wgmma_wait(). Warp w of the group has rows 16 w ... 16 w + 15: a
+ * as in nbi_mma_f16(); d[4 n ... 4 n + 3] are its d of columns 8 n ... 8 n + 7. */
+template <bool BF16>
+NBI_DEV void nbi_wgmma_128(float (&d)[64], const uint32_t (&a)[4], uint64_t b, bool more)
+{
+#if NBI_EMULATED
+    nbi_emu_wgmma(d, a, b, 128, BF16, more);
+#elif NBI_SM90A
+    if (BF16)
+        NBI_WGMMA_128("bf16");
+    else
+        NBI_WGMMA_128("f16");
+#else
+    __trap();
 #endif
 }
 

@@ -16,6 +16,7 @@
 #define MAX_THREADS 1024u
 #define STACK_BYTES (128u << 10)
 #define COPIES_MAX  512u
+#define WGMMA_MAX   32u
 
 namespace
 {
@@ -25,6 +26,14 @@ struct pending_copy {
     const void *from;
     bool take;
     unsigned group;
+};
+
+struct pending_wgmma {
+    float *d;
+    const uint32_t *a;
+    uint64_t b;
+    unsigned n, group;
+    bool bf16, more;
 };
 
 struct bulk_copy {
@@ -50,9 +59,11 @@ struct fiber {
     uint32_t parity, named;
     unsigned n_copies, group; /* copies on their way; number of the open group */
     pending_copy copies[COPIES_MAX];
+    unsigned n_wgmma, wgmma_group;
+    pending_wgmma wgmma[WGMMA_MAX];
 };
 
-alignas(128) unsigned char shared_memory[256u << 10];
+alignas(1024) unsigned char shared_memory[256u << 10];
 alignas(16) unsigned char slots[MAX_THREADS / 32][32 * NBI_EMU_SLOT];
 fiber *fibers;
 unsigned char *stacks;
@@ -101,6 +112,10 @@ static void fiber_main()
 {
     (*kernel)();
     nbi_emu_copy_wait(0);
+    if (current()->n_wgmma) {
+        fprintf(stderr, "CUDA emulation: warpgroup products were never waited for\n");
+        abort();
+    }
     leave(ENDED);
     abort(); /* an ended fiber is never taken up again */
 }
@@ -124,7 +139,7 @@ static void start_fiber(unsigned i, dim3 thread, dim3 block)
     fiber *f = &fibers[i];
     f->self = {thread, block, i % 32, i / 32};
     f->state = READY;
-    f->n_copies = f->group = f->named = 0;
+    f->n_copies = f->group = f->named = f->n_wgmma = f->wgmma_group = 0;
     f->bar = NULL;
     void **top = reinterpret_cast<void **>(stacks + (size_t)(i + 1) * STACK_BYTES - 64);
     *--top = NULL; /* where fiber_main would return to */
@@ -475,4 +490,88 @@ void nbi_emu_mma(float d[4], const uint32_t a[4], const uint32_t b[2], bool bf16
         }
         d[i] = (float)sum;
     }
+}
+
+/* FP16 or BF16 to float. */
+static const float *values(bool bf16)
+{
+    static float table[2][65536];
+    static bool made;
+    if (!made)
+        for (unsigned i = 0; i < 65536; i++) {
+            table[0][i] = nbi_emu_from_f16((uint16_t)i);
+            const uint32_t bits = i << 16;
+            memcpy(&table[1][i], &bits, sizeof bits);
+        }
+    made = true;
+    return table[bf16];
+}
+
+void nbi_emu_wgmma(float *d, const uint32_t *a, uint64_t b, unsigned n, bool bf16, bool more)
+{
+    fiber *f = current();
+    if (f->n_wgmma == WGMMA_MAX || b >> 62 != 1 || (b >> 32 & 0x3fffu) != 1024 >> 4) {
+        fprintf(stderr, "CUDA emulation: warpgroup product %u: too many, or of descriptor %#llx\n",
+                f->n_wgmma, (unsigned long long)b);
+        abort();
+    }
+    f->wgmma[f->n_wgmma++] = {d, a, b, n, f->wgmma_group, bf16, more};
+}
+
+void nbi_emu_wgmma_commit()
+{
+    current()->wgmma_group++;
+}
+
+/* 16 values along K of column n: descriptor b, 128-byte swizzle. */
+static void column_values(double to[16], uint64_t b, unsigned n, const float *table)
+{
+    const uint32_t base = (uint32_t)(b & 0x3fffu) << 4, row = base + n / 8 * 1024 + n % 8 * 128;
+    for (unsigned k = 0; k < 16; k++) {
+        const uint32_t at = row + 2 * k;
+        uint16_t x;
+        memcpy(&x, shared_memory + (at ^ (at >> 7 & 7u) << 4), sizeof x);
+        to[k] = (double)table[x];
+    }
+}
+
+/* The lane's part of one product; additions as in nbi_emu_mma(). All lanes of the warp. */
+static void wgmma_now(const pending_wgmma &w)
+{
+    const unsigned lane = nbi_emu_self->lane, g = lane / 4, t = lane % 4;
+    const float *table = values(w.bf16);
+    const unsigned char *slot = nbi_emu_exchange(w.a, 16);
+    double a[2][16]; /* rows g, g + 8 */
+    for (unsigned q = 0; q < 4; q++) {
+        uint32_t words[4];
+        memcpy(words, slot + (g * 4 + q) * NBI_EMU_SLOT, sizeof words);
+        for (unsigned i = 0; i < 4; i++)
+            for (unsigned h = 0; h < 2; h++)
+                a[i % 2][i / 2 * 8 + 2 * q + h] = (double)table[words[i] >> 16 * h & 0xffffu];
+    }
+    nbi_emu_sync_warp();
+    for (unsigned c = 0; c < w.n / 4; c++) { /* the lane's columns, in pairs of 8 */
+        double b[16];
+        column_values(b, w.b, c / 2 * 8 + 2 * t + c % 2, table);
+        for (unsigned high = 0; high < 2; high++) {
+            float *d = w.d + c / 2 * 4 + high * 2 + c % 2;
+            double sum = w.more ? (double)*d : 0;
+            for (unsigned k = 0; k < 16; k++) sum += a[high][k] * b[k];
+            *d = (float)sum;
+        }
+    }
+}
+
+void nbi_emu_wgmma_wait(int left)
+{
+    fiber *f = current();
+    unsigned kept = 0;
+    for (unsigned i = 0; i < f->n_wgmma; i++) {
+        const pending_wgmma w = f->wgmma[i];
+        if (w.group + (unsigned)left >= f->wgmma_group)
+            f->wgmma[kept++] = w;
+        else
+            wgmma_now(w);
+    }
+    f->n_wgmma = kept;
 }

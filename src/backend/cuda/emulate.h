@@ -3,10 +3,10 @@
  * not nvcc.
  *
  * Static __shared__ variables are function statics (one block runs at a time); dynamic shared
- * memory is filled with NaN before every block. Asynchronous copies happen at the wait that they
- * are waited for by (bulk copies: when some thread waits and nothing else can go on), never
- * earlier, so that a missing wait is seen. A block whose threads wait for
- * each other for ever aborts with a sentence. Grid-wide barriers are not emulated. */
+ * memory is filled with NaN before every block. Asynchronous copies and warpgroup products happen
+ * at the wait that they are waited for by (bulk copies: when some thread waits and nothing else can
+ * go on), never earlier, so that a missing wait is seen. A block whose threads wait for each other
+ * for ever aborts with a sentence. Grid-wide barriers are not emulated. */
 #pragma once
 
 #include <math.h>
@@ -66,6 +66,10 @@ void nbi_emu_sync_some(uint32_t id, uint32_t threads);
 void nbi_emu_ldmatrix(uint32_t r[4], const void *shared);
 void nbi_emu_ldmatrix_trans(uint32_t r[4], const void *shared);
 void nbi_emu_mma(float d[4], const uint32_t a[4], const uint32_t b[2], bool bf16);
+/* d [n / 2], a and the memory behind descriptor b are read when the group is waited for. */
+void nbi_emu_wgmma(float *d, const uint32_t *a, uint64_t b, unsigned n, bool bf16, bool more);
+void nbi_emu_wgmma_commit();
+void nbi_emu_wgmma_wait(int left);
 
 #define NBI_EMU_SLOT 16u
 

@@ -241,6 +241,7 @@ static void run(nbi_cuda *c, const nbi_linear_call *a)
 void nbi_linear_many(nbi_cuda *c, const nbi_linear_call *a)
 {
     NB_ASSERT(nbi_linear_many_scratch(a->n_tokens, a->w.cols) <= c->scratch_bytes);
+    if (nbi_linear_wide(c, a)) return;
     switch (a->w.kind) {
     case NBI_WEIGHT_NVFP4:
         if (a->input_scale > 0) return run<NBI_WEIGHT_NVFP4, true>(c, a);

@@ -375,13 +375,17 @@ NBI_DEV int nbi_x_chunk(uint32_t b[][2], const float *row, uint32_t first, uint3
     return e;
 }
 
-/* A quarter of 16 values rounded to NVFP4 as nbi_nvfp4_quantize_row() does it, the four lanes of a
- * token together: code * block scale, exact in FP16; input_scale is left out. */
-NBI_DEV void nbi_x_round(nbi_f32x4 *x, float input_scale)
+/* The block scale of 16 values as nbi_nvfp4_quantize_row() chooses it, by their largest magnitude.
+ */
+NBI_DEV float nbi_x_scale(uint32_t amax_bits, float input_scale)
 {
-    uint32_t most = nbi_amax_bits(0, *x);
-    most = nbi_quad_max(most);
-    const float scale = nbi_from_e4m3(nbi_to_e4m3(nbi_float(most) / (6.0f * input_scale)));
+    return nbi_from_e4m3(nbi_to_e4m3(nbi_float(amax_bits) / (6.0f * input_scale)));
+}
+
+/* Values rounded to NVFP4 as nbi_nvfp4_quantize_row() does it: code * block scale, exact in FP16;
+ * input_scale is left out. */
+NBI_DEV void nbi_x_round_to(nbi_f32x4 *x, float scale, float input_scale)
+{
     const float step = scale * input_scale;
 #pragma unroll
     for (int i = 0; i < 4; i++) {
@@ -396,6 +400,13 @@ NBI_DEV void nbi_x_round(nbi_f32x4 *x, float input_scale)
                                         : 0.0f;
         x->v[i] = (v < 0 ? -size : size) * scale;
     }
+}
+
+/* A quarter of 16 values, the four lanes of a token together. */
+NBI_DEV void nbi_x_round(nbi_f32x4 *x, float input_scale)
+{
+    const uint32_t most = nbi_quad_max(nbi_amax_bits(0, *x));
+    nbi_x_round_to(x, nbi_x_scale(most, input_scale), input_scale);
 }
 
 /* nbi_x_chunk() for NVFP4 activations: e is 0, and the row's sum still lacks input_scale. */
