@@ -99,10 +99,12 @@ typedef struct nbi_rope_table_args {
     const nbi_batch *batch;
 } nbi_rope_table_args;
 
-/* x += delta (when given), then out = x * rsqrt(mean(x^2) + eps) * weight. */
+/* x += delta (when given), then out = x * rsqrt(mean(x^2) + eps) * weight. The sum may go elsewhere
+ * (x_out), which leaves x as it is. */
 typedef struct nbi_rmsnorm_args {
     void *out;           /* act [T, D], row stride out_stride; NULL: only the addition */
     void *x;             /* act [T, D], row stride x_stride; updated when delta is given */
+    void *x_out;         /* act [T, D], row stride x_stride, written instead; NULL or x: x is */
     const void *delta;   /* act [T, D] contiguous, or NULL */
     const float *weight; /* [D] */
     float eps;

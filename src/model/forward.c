@@ -5,6 +5,10 @@
  * (the next norm does, in one pass). */
 #include "model/layer.h"
 
+/* Up to so many rows the residual moves between two buffers: a backend can then let every block of
+ * the product behind a norm make the norm on its own. */
+#define APART_ROWS 8u
+
 /* ---------------------------------------------------------------- workspace */
 
 static size_t max_size(size_t a, size_t b)
@@ -22,6 +26,7 @@ static size_t carve(nbi_workspace *ws, const nbi_model *m, uint32_t T, uint32_t 
            v = mla ? c->v_dim : c->head_dim;
     size_t kv = mla ? (size_t)c->kv_lora + c->rope_dim : (size_t)c->n_kv_heads * c->head_dim;
     size_t mlp = max_size(c->intermediate, (size_t)c->moe_intermediate * c->n_shared);
+    size_t gate = max_size(mlp, c->q_lora); /* in attention: the normed q latent */
     const nbi_moe_shape *shape = NULL;
     for (uint32_t l = 0; l < m->n_layers && !shape; l++) {
         if (m->layers[l].sparse) shape = &m->layers[l].moe.experts.shape;
@@ -32,6 +37,7 @@ static size_t carve(nbi_workspace *ws, const nbi_model *m, uint32_t T, uint32_t 
         size_t bytes;
     } const parts[] = {
         {&ws->x, T * c->hidden * act},
+        {&ws->x_other, (T < APART_ROWS ? T : APART_ROWS) * c->hidden * act},
         {&ws->xn, T * c->hidden * act},
         {&ws->delta, T * c->hidden * act},
         {&ws->shared, T * c->hidden * act},
@@ -44,7 +50,7 @@ static size_t carve(nbi_workspace *ws, const nbi_model *m, uint32_t T, uint32_t 
         {&ws->index_k, T * c->index_dim * act},
         {&ws->index_w, T * c->index_heads * f32},
         {&ws->select, T * c->index_topk * i32},
-        {&ws->gate, T * mlp * act},
+        {&ws->gate, T * gate * act},
         {&ws->up, T * mlp * act},
         {&ws->router_logits, T * c->n_experts * f32},
         {&ws->expert_ids, T * c->top_k * i32},
@@ -126,6 +132,7 @@ typedef struct step {
     nbi_backend *b;
     const nbi_config *c;
     nbi_workspace *ws;
+    void *x, *x_other; /* the residual; where it may go */
     const nbi_batch *batch;
     nbi_rope_rows rope, index_rope;
     bool has_delta;
@@ -154,8 +161,10 @@ static void linear(step *s, void *y, const void *x, const nbi_weight *w, const f
 static void residual_norm(step *s, const float *weight, void *out, uint32_t layer, nbi_where where)
 {
     uint32_t H = s->c->hidden;
+    bool apart = s->has_delta && s->batch->n_rows <= APART_ROWS;
     s->b->ops->rmsnorm(s->b, &(nbi_rmsnorm_args){.out = out,
-                                                 .x = s->ws->x,
+                                                 .x = s->x,
+                                                 .x_out = apart ? s->x_other : NULL,
                                                  .delta = s->has_delta ? s->ws->delta : NULL,
                                                  .weight = weight,
                                                  .eps = s->c->norm_eps,
@@ -166,6 +175,11 @@ static void residual_norm(step *s, const float *weight, void *out, uint32_t laye
                                                  .row_fault = s->batch->row_fault,
                                                  .layer = layer,
                                                  .where = where});
+    if (apart) {
+        void *x = s->x;
+        s->x = s->x_other;
+        s->x_other = x;
+    }
     s->has_delta = true; /* every norm is followed by a block that writes delta */
 }
 
@@ -225,7 +239,7 @@ static void mla(step *s, const nbi_layer *layer, const nbi_kv_layer *cache)
     linear(s, ws->kv, ws->xn, w->kv_a, w->kv_a_bias);
     if (w->q_a) {
         linear(s, ws->q_a, ws->xn, w->q_a, w->q_a_bias);
-        s->b->ops->rmsnorm(s->b, &(nbi_rmsnorm_args){.out = ws->q_a,
+        s->b->ops->rmsnorm(s->b, &(nbi_rmsnorm_args){.out = ws->gate,
                                                      .x = ws->q_a,
                                                      .weight = w->q_a_norm,
                                                      .eps = c->latent_norm_eps,
@@ -233,7 +247,7 @@ static void mla(step *s, const nbi_layer *layer, const nbi_kv_layer *cache)
                                                      .width = c->q_lora,
                                                      .x_stride = c->q_lora,
                                                      .out_stride = c->q_lora});
-        q_in = ws->q_a;
+        q_in = ws->gate;
     }
     linear(s, ws->q, q_in, w->q_b, NULL);
     s->b->ops->mla_append(s->b, &(nbi_mla_append_args){.q = ws->q,
@@ -352,8 +366,7 @@ static void decoder_layer(step *s, uint32_t index, const nbi_kv_layer *cache)
 /* Embeds the rows into x and computes their rotations. */
 static void embed_rows(step *s)
 {
-    s->b->ops->embed(s->b,
-                     &(nbi_embed_args){.out = s->ws->x, .table = s->m->embed, .batch = s->batch});
+    s->b->ops->embed(s->b, &(nbi_embed_args){.out = s->x, .table = s->m->embed, .batch = s->batch});
     const nbi_rope_config *r = &s->c->rope;
     s->b->ops->rope_table(s->b, &(nbi_rope_table_args){.cos = s->ws->cos,
                                                        .sin = s->ws->sin,
@@ -395,7 +408,8 @@ static bool begin(step *s, nbi_model *m, const nbi_batch *batch, uint32_t pass)
 {
     NB_ASSERT(m->ws.block && batch->n_rows <= m->ws.max_rows &&
               batch->n_logit_rows <= m->ws.max_logit_rows);
-    *s = (step){.m = m, .b = m->b, .c = &m->config, .ws = &m->ws};
+    *s = (step){
+        .m = m, .b = m->b, .c = &m->config, .ws = &m->ws, .x = m->ws.x, .x_other = m->ws.x_other};
     return m->b->ops->step_begin(m->b, batch, pass, &s->batch);
 }
 
@@ -436,7 +450,7 @@ static void join_hidden(step *s, bool from_draft)
                                                .n = T,
                                                .width = H});
     s->b->ops->rmsnorm(s->b, &(nbi_rmsnorm_args){.out = ws->pair,
-                                                 .x = ws->x,
+                                                 .x = s->x,
                                                  .weight = w->enorm,
                                                  .eps = s->c->norm_eps,
                                                  .n_rows = T,
@@ -451,7 +465,7 @@ static void join_hidden(step *s, bool from_draft)
                                                  .width = H,
                                                  .x_stride = H,
                                                  .out_stride = 2 * H});
-    linear(s, ws->x, ws->pair, w->eh_proj, NULL);
+    linear(s, s->x, ws->pair, w->eh_proj, NULL);
 }
 
 static void run_draft(step *s, const nbi_kv *kv, bool from_draft)

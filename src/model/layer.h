@@ -69,6 +69,7 @@ typedef struct nbi_workspace {
     void *block;
     size_t bytes;
     void *x, *xn, *delta, *shared; /* [T, H] */
+    void *x_other;                 /* [few rows, H]: the residual, every second time */
     void *q_a, *q;                 /* [T, q_lora], [T, heads * qk] */
     void *kv;                      /* MLA [T, kv_lora + rope]; GQA: k [T, kv_heads * d] */
     void *v;                       /* GQA [T, kv_heads * d] */

@@ -338,6 +338,148 @@ static void test_w4a4(void **state)
     gpu_close(b);
 }
 
+/* ---------------------------------------------------------------- norm and products */
+
+enum { NORM_MATS = 3 };
+
+/* A norm with its addition, then products of what it makes; y_on_delta: one of them overwrites what
+ * the norm added. */
+typedef struct norm_call {
+    nbi_weight *w[NORM_MATS];
+    const float *x, *delta, *weight;
+    uint32_t T, width;
+    bool with_delta, y_on_delta;
+} norm_call;
+
+typedef struct norm_result {
+    float *y[NORM_MATS], *out, *sum, *delta;
+    int32_t *fault;
+} norm_result;
+
+/* apart: every operator is done before the next is asked for. */
+static norm_result run_norm(nbi_backend *b, const norm_call *k, bool apart)
+{
+    const size_t n = (size_t)k->T * k->width;
+    const int32_t none[8] = {0};
+    norm_result r;
+    gpu_buffer x = gpu_floats(b, k->x, n), delta = gpu_floats(b, k->delta, n);
+    gpu_buffer weight = gpu_floats(b, k->weight, k->width), y[NORM_MATS];
+    gpu_buffer out = gpu_poisoned(b, n * sizeof(float)), sum = gpu_poisoned(b, n * sizeof(float));
+    gpu_buffer fault = gpu_bytes(b, none, k->T * sizeof *none);
+    for (int i = 0; i < NORM_MATS; i++)
+        y[i] = gpu_poisoned(b, (size_t)k->T * k->w[i]->host.rows * sizeof(float));
+    b->ops->rmsnorm(b, &(nbi_rmsnorm_args){.out = out.p,
+                                           .x = x.p,
+                                           .x_out = sum.p,
+                                           .delta = k->with_delta ? delta.p : NULL,
+                                           .weight = weight.p,
+                                           .eps = 1e-5f,
+                                           .n_rows = k->T,
+                                           .width = k->width,
+                                           .x_stride = k->width,
+                                           .out_stride = k->width,
+                                           .row_fault = fault.p,
+                                           .layer = 2,
+                                           .where = NBI_WHERE_POST_NORM});
+    for (int i = 0; i < NORM_MATS; i++) {
+        if (apart) gpu_sync(b);
+        b->ops->linear(b, &(nbi_linear_args){.y = i == 1 && k->y_on_delta ? delta.p : y[i].p,
+                                             .x = out.p,
+                                             .w = k->w[i],
+                                             .n_rows = k->T,
+                                             .x_stride = k->width,
+                                             .y_stride = k->w[i]->host.rows,
+                                             .y_f32 = true});
+    }
+    for (int i = 0; i < NORM_MATS; i++) r.y[i] = gpu_read(&y[i]);
+    float *same = gpu_read(&x);
+    assert_memory_equal(same, k->x, n * sizeof *same);
+    free(same);
+    r.out = gpu_read(&out);
+    r.sum = gpu_read(&sum);
+    r.delta = gpu_read(&delta);
+    r.fault = gpu_read(&fault);
+    for (int i = 0; i < NORM_MATS; i++) gpu_free(&y[i]);
+    gpu_free(&x);
+    gpu_free(&delta);
+    gpu_free(&weight);
+    gpu_free(&out);
+    gpu_free(&sum);
+    gpu_free(&fault);
+    return r;
+}
+
+static void check_norm(nbi_backend *b, nbi_weight_kind kind, uint32_t T, uint32_t width, int form)
+{
+    const size_t n = (size_t)T * width;
+    float *x = op_floats(n), *delta = op_floats(n), *weight = op_floats(width);
+    op_fill(x, n, 3);
+    op_fill(delta, n, 3);
+    op_fill(weight, width, 1);
+    if (T > 1) delta[width + width / 2] = NAN;
+    norm_call k = {.x = x, .delta = delta, .weight = weight, .T = T, .width = width};
+    k.with_delta = form != 0;
+    k.y_on_delta = form == 2;
+    mat m[NORM_MATS];
+    for (int i = 0; i < NORM_MATS; i++) {
+        nb_error err;
+        mat_make(&m[i], kind, 40 - 12 * (uint32_t)i, width, false);
+        if (b->ops->weight_prepare(b, &k.w[i], &m[i].m, &err) != NB_OK) fail_msg("%s", err.text);
+    }
+    norm_result want = run_norm(b, &k, true), got = run_norm(b, &k, false);
+    for (int i = 0; i < NORM_MATS; i++)
+        assert_memory_equal(got.y[i], want.y[i], (size_t)T * m[i].m.rows * sizeof(float));
+    assert_memory_equal(got.out, want.out, n * sizeof *x);
+    assert_memory_equal(got.sum, want.sum, n * sizeof *x);
+    assert_memory_equal(got.delta, want.delta, n * sizeof *x);
+    for (uint32_t t = 0; t < T; t++) {
+        const int code = 1 + 2 * NBI_WHERE_COUNT + NBI_WHERE_POST_NORM;
+        assert_int_equal(want.fault[t], k.with_delta && t == 1 ? code : 0);
+        assert_int_equal(got.fault[t], want.fault[t]);
+        for (uint32_t c = 0; c < width; c++) {
+            const size_t i = (size_t)t * width + c;
+            if (!k.with_delta || (t == 1 && c == width / 2))
+                assert_true(isnan(got.sum[i])); /* not written, or NaN */
+            else
+                assert_true(got.sum[i] == x[i] + delta[i]);
+        }
+    }
+    for (int i = 0; i < NORM_MATS; i++) {
+        b->ops->weight_release(b, &k.w[i]);
+        free(got.y[i]);
+        free(want.y[i]);
+        mat_free(&m[i]);
+    }
+    norm_result *both[] = {&got, &want};
+    for (int i = 0; i < 2; i++) {
+        free(both[i]->out);
+        free(both[i]->sum);
+        free(both[i]->delta);
+        free(both[i]->fault);
+    }
+    op_free(x);
+    op_free(delta);
+    op_free(weight);
+}
+
+/* A norm in the launch of its products: the same bits as one after the other, in all that is left
+ * in memory; also where it cannot be. */
+static void test_norm_bits(void **state)
+{
+    (void)state;
+    static const uint32_t tokens[] = {1, 2, 5, 8};
+    static const uint32_t widths[] = {48, 256, 784, 2064};
+    nbi_backend *b = open_for(8192, 64, 8);
+    for (size_t k = 0; k < N_KINDS; k++)
+        for (int i = 0; i < 4; i++)
+            check_norm(b, kinds[k], tokens[(i + (int)k) % 4], widths[i], (i + (int)k / 2) % 3);
+    check_norm(b, NBI_WEIGHT_NVFP4, 1, 6144, 1);
+    check_norm(b, NBI_WEIGHT_BF16, 1, 8192, 1);
+    check_norm(b, NBI_WEIGHT_FP8_BLOCK, 1, 5120, 1);
+    check_norm(b, NBI_WEIGHT_BF16, 3, 1030, 1);
+    gpu_close(b);
+}
+
 /* ---------------------------------------------------------------- speed */
 
 #if NBI_CUDA_EMULATED
@@ -491,7 +633,7 @@ int main(int argc, char **argv)
         cmocka_unit_test(test_oracle),       cmocka_unit_test(test_large),
         cmocka_unit_test(test_exact_values), cmocka_unit_test(test_bits),
         cmocka_unit_test(test_not_finite),   cmocka_unit_test(test_nan_weight),
-        cmocka_unit_test(test_w4a4),
+        cmocka_unit_test(test_w4a4),         cmocka_unit_test(test_norm_bits),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -110,16 +110,30 @@ static void check_norm(nbi_cpu_level level, uint32_t T, uint32_t D, bool delta, 
         for (uint32_t i = 0; i < D; i++)
             sum[t * D + i] = delta ? (double)(x[t * xs + i] + d[t * D + i]) : (double)x[t * xs + i];
     nbi_cpu *cpu = op_open(level, 2, NULL);
-    const nbi_rmsnorm_args a = {.out = out,
-                                .x = x,
-                                .delta = delta ? d : NULL,
-                                .weight = w,
-                                .eps = 1e-5f,
-                                .n_rows = T,
-                                .width = D,
-                                .x_stride = xs,
-                                .out_stride = os};
+    nbi_rmsnorm_args a = {.out = out,
+                          .x = x,
+                          .delta = delta ? d : NULL,
+                          .weight = w,
+                          .eps = 1e-5f,
+                          .n_rows = T,
+                          .width = D,
+                          .x_stride = xs,
+                          .out_stride = os};
+    float *other = op_floats((size_t)T * xs), *first = op_floats((size_t)T * os);
+    if (!in_place) { /* the sum elsewhere: x stays, the rest has the same bits */
+        a.out = first;
+        a.x_out = other;
+        cpu->base.ops->rmsnorm(&cpu->base, &a);
+        a.out = out;
+        a.x_out = NULL;
+    }
     cpu->base.ops->rmsnorm(&cpu->base, &a);
+    for (uint32_t t = 0; t < T && !in_place; t++) {
+        assert_memory_equal(first + t * os, out + t * os, D * sizeof *out);
+        if (delta) assert_memory_equal(other + t * xs, x + t * xs, D * sizeof *x);
+    }
+    op_free(other);
+    op_free(first);
     for (uint32_t t = 0; t < T; t++) {
         double squares = 0;
         for (uint32_t i = 0; i < D; i++) squares += sum[t * D + i] * sum[t * D + i];

@@ -77,6 +77,11 @@ static void norm_task(void *arg, uint32_t begin, uint32_t end, uint32_t thread)
     for (uint32_t t = begin; t < end; t++) {
         float *x = (float *)a->x + (size_t)t * a->x_stride;
         const float *delta = a->delta ? (const float *)a->delta + (size_t)t * a->width : NULL;
+        if (delta && a->x_out && a->x_out != a->x) {
+            float *sum = (float *)a->x_out + (size_t)t * a->x_stride;
+            memcpy(sum, x, a->width * sizeof *sum);
+            x = sum;
+        }
         const float squares = w->k->add_squares(x, delta, a->width);
         if (!isfinite(squares)) set_fault(a->row_fault, t, a->layer, a->where);
         if (!a->out) continue;

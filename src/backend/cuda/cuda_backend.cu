@@ -286,6 +286,7 @@ static bool cuda_step_begin(nbi_backend *b, const nbi_batch *host, uint32_t pass
                             const nbi_batch **device)
 {
     nbi_cuda *c = nbi_cuda_of(b);
+    nbi_cuda_flush(c); /* not part of the step */
     const size_t bytes = place_batch(c, host);
     nbi_rt_upload(&c->rt, c->batch_device, c->batch_host, bytes);
     c->host_batch = host;
@@ -347,7 +348,6 @@ static nb_status cuda_sync(nbi_backend *b, nb_error *err)
     }
 FLUSH(embed)
 FLUSH(rope_table)
-FLUSH(rmsnorm)
 FLUSH(swiglu)
 FLUSH(mla_append)
 FLUSH(mla_attend)
@@ -380,7 +380,7 @@ const nbi_backend_ops nbi_cuda_ops = {
     .step_end = cuda_step_end,
     .embed = flush_embed,
     .rope_table = flush_rope_table,
-    .rmsnorm = flush_rmsnorm,
+    .rmsnorm = nbi_cuda_rmsnorm_later,
     .linear = nbi_cuda_linear,
     .swiglu = flush_swiglu,
     .mla_append = flush_mla_append,

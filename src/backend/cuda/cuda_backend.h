@@ -55,9 +55,12 @@ struct nbi_cuda {
     char *stage_device; /* device memory of one piece: what is packed there lies here first */
     nbi_pool *copiers;  /* threads that fill a piece, while weights are loaded */
 
-    /* linear layers that wait for others of the same x: every other call does them first */
+    /* linear layers that wait for others of the same x, and the norm that makes this x: every other
+     * call does them first */
     nbi_linear_args pending[NBI_CUDA_PENDING];
     uint32_t n_pending;
+    nbi_rmsnorm_args norm;
+    bool norm_pending;
 
     void *sampler; /* of sample.cu */
 };
@@ -88,8 +91,8 @@ char *nbi_cuda_stage(nbi_cuda *c, size_t bytes);
  * are there from the first call to the next reserve(). NULL, where there are none: copy alone. */
 nbi_pool *nbi_cuda_copiers(nbi_cuda *c);
 
-/* Does the linear layers that wait. What runs on the device without going through the table calls
- * it first. */
+/* Does the norm and the linear layers that wait. What runs on the device without going through the
+ * table calls it first. */
 void nbi_cuda_flush(nbi_cuda *c);
 
 extern "C" {
@@ -100,6 +103,7 @@ nb_status nbi_cuda_weight_prepare(nbi_backend *b, nbi_weight **out, const nbi_ma
                                   nb_error *err);
 void nbi_cuda_weight_release(nbi_backend *b, nbi_weight **w);
 void nbi_cuda_linear(nbi_backend *b, const nbi_linear_args *a);
+void nbi_cuda_rmsnorm_later(nbi_backend *b, const nbi_rmsnorm_args *a);
 /* elementwise.cu */
 void nbi_cuda_embed(nbi_backend *b, const nbi_embed_args *a);
 void nbi_cuda_rope_table(nbi_backend *b, const nbi_rope_table_args *a);

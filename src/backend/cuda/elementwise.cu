@@ -4,12 +4,12 @@
  * that a row's bits depend on its width alone. Four values a thread at a time: as one access of 16
  * bytes where every row starts at a multiple of that, else one by one; the bits are the same. */
 #include "backend/cuda/cuda_backend.h"
+#include "backend/cuda/norm.h"
 #include "backend/cuda/pack.h"
 
 #define THREADS  256u
 #define VEC      4u
-#define NORM_MAX 1024u /* threads of a row's norm */
-#define ROPE_MAX 256u  /* angles of a row */
+#define ROPE_MAX 256u /* angles of a row */
 
 static bool aligned16(const void *p, uint32_t stride)
 {
@@ -106,113 +106,64 @@ void nbi_cuda_rope_table(nbi_backend *b, const nbi_rope_table_args *a)
 
 /* ---------------------------------------------------------------- RMSNorm */
 
-struct norm_args {
-    float *out, *x;
-    const float *delta, *weight;
-    float eps;
-    uint32_t width, x_stride, out_stride;
-    int32_t *row_fault, fault;
-    bool x_vec, delta_vec, out_vec, weight_vec; /* rows start at multiples of 16 bytes */
-};
-
-/* One group of a row: the addition, and its squares. */
-static NBI_DEV nbi_f32x4 norm_take(const norm_args &a, float *x, const float *delta, uint32_t i,
-                                   float *squares)
-{
-    nbi_f32x4 v = load4(x, i, a.width, a.x_vec);
-    if (delta) {
-        const nbi_f32x4 d = load4(delta, i, a.width, a.delta_vec);
-        for (uint32_t k = 0; k < VEC; k++) v.v[k] += d.v[k];
-        store4(x, i, a.width, a.x_vec, v);
-    }
-    for (uint32_t k = 0; k < VEC; k++) *squares = fmaf(v.v[k], v.v[k], *squares);
-    return v;
-}
-
-static NBI_DEV void norm_give(const norm_args &a, float *out, uint32_t i, float scale, nbi_f32x4 v,
-                              const nbi_f32x4 &w)
-{
-    for (uint32_t k = 0; k < VEC; k++) v.v[k] = v.v[k] * scale * w.v[k];
-    store4(out, i, a.width, a.out_vec, v);
-}
-
-/* Sum over the block, the same in every thread. */
-static NBI_DEV float block_sum(float x)
-{
-    __shared__ float part[NORM_MAX / NBI_WARP];
-    x = nbi_warp_sum(x);
-    if (nbi_lane() == 0) part[threadIdx.x / NBI_WARP] = x;
-    __syncthreads();
-    float sum = 0;
-    for (uint32_t w = 0; w < blockDim.x / NBI_WARP; w++) sum += part[w];
-    return sum;
-}
-
-/* One block a row. A thread keeps its first HAS groups of values, of the first two also the
- * weights; of wider rows it reads the rest again. Weights are the model's and need no wait. */
+/* One block a row, a warp a chunk. It keeps its first HAS chunks, of the first also the weights; of
+ * wider rows it reads the rest again. Weights are the model's and need no wait. */
 template <uint32_t HAS>
-static __global__ void __launch_bounds__(NORM_MAX) rmsnorm_kernel(const norm_args a)
+static __global__ void __launch_bounds__(NBI_NORM_WARPS *NBI_WARP)
+    rmsnorm_kernel(const nbi_norm_args a)
 {
-    const uint32_t step = blockDim.x * VEC, first = threadIdx.x * VEC;
-    nbi_f32x4 kept[HAS], w[2] = {};
-#pragma unroll
-    for (uint32_t g = 0; g < 2; g++)
-        if (a.out) w[g] = load4(a.weight, first + g * step, a.width, a.weight_vec);
+    __shared__ float parts[NBI_NORM_WARPS];
+    const uint32_t n_warps = blockDim.x / NBI_WARP, warp = threadIdx.x / NBI_WARP, t = blockIdx.x;
+    const uint32_t first = warp * NBI_NORM_COLS, step = n_warps * NBI_NORM_COLS;
+    nbi_norm_part kept[HAS], w = {};
+    if (a.out) w.load(a.weight, first, a.width, a.vec);
     nbi_wait_before();
     nbi_let_next();
-    float *x = a.x + static_cast<size_t>(blockIdx.x) * a.x_stride;
-    const float *delta = a.delta;
-    if (delta) delta += static_cast<size_t>(blockIdx.x) * a.width;
+    float *x_out = a.x_out + static_cast<size_t>(t) * a.x_stride;
     float squares = 0;
 #pragma unroll
-    for (uint32_t g = 0; g < HAS; g++) kept[g] = norm_take(a, x, delta, first + g * step, &squares);
-    for (uint32_t i = first + HAS * step; i < a.width; i += step)
-        norm_take(a, x, delta, i, &squares);
-    squares = block_sum(squares);
-    if (threadIdx.x == 0 && a.row_fault && !nbi_finite(squares) && !a.row_fault[blockIdx.x])
-        a.row_fault[blockIdx.x] = a.fault;
-    if (!a.out) return;
-    float *out = a.out + static_cast<size_t>(blockIdx.x) * a.out_stride;
-    const float scale = 1.0f / sqrtf(squares / static_cast<float>(a.width) + a.eps);
-#pragma unroll
-    for (uint32_t g = 0; g < HAS; g++) {
-        const uint32_t i = first + g * step;
-        norm_give(a, out, i, scale, kept[g],
-                  g < 2 ? w[g] : load4(a.weight, i, a.width, a.weight_vec));
+    for (uint32_t k = 0; k < HAS; k++) {
+        nbi_norm_take(&kept[k], a, t, first + k * step, a.vec);
+        if (a.delta) kept[k].store(x_out, first + k * step, a.width, a.vec);
+        squares = kept[k].squares(squares);
     }
-    for (uint32_t i = first + HAS * step; i < a.width; i += step)
-        norm_give(a, out, i, scale, load4(x, i, a.width, a.x_vec),
-                  load4(a.weight, i, a.width, a.weight_vec));
-}
-
-/* Two groups a thread, four beyond 8,192 values; few for narrow rows, whose warps would have no
- * work. */
-static uint32_t norm_threads(uint32_t width)
-{
-    const uint32_t n = nbi_ceil_div(width, 2 * VEC * NBI_WARP) * NBI_WARP;
-    return n < NORM_MAX ? n : NORM_MAX;
+    for (uint32_t i = first + HAS * step; i < a.width; i += step) {
+        nbi_norm_part p;
+        nbi_norm_take(&p, a, t, i, a.vec);
+        if (a.delta) p.store(x_out, i, a.width, a.vec);
+        squares = p.squares(squares);
+    }
+    squares = nbi_warp_sum(squares);
+    if (nbi_lane() == 0) parts[warp] = squares;
+    __syncthreads();
+    squares = nbi_norm_sum(parts, n_warps);
+    if (threadIdx.x == 0) nbi_norm_guard(a, t, squares);
+    if (!a.out) return;
+    float *out = a.out + static_cast<size_t>(t) * a.out_stride;
+    const float by = nbi_norm_factor(a, squares);
+#pragma unroll
+    for (uint32_t k = 0; k < HAS; k++) {
+        if (k) w.load(a.weight, first + k * step, a.width, a.vec);
+        kept[k].scale(by, w);
+        kept[k].store(out, first + k * step, a.width, a.vec);
+    }
+    for (uint32_t i = first + HAS * step; i < a.width; i += step) {
+        const float *sum = a.delta ? x_out : a.x + static_cast<size_t>(t) * a.x_stride;
+        nbi_norm_part p, weight;
+        p.load(sum, i, a.width, a.vec);
+        weight.load(a.weight, i, a.width, a.vec);
+        p.scale(by, weight);
+        p.store(out, i, a.width, a.vec);
+    }
 }
 
 void nbi_cuda_rmsnorm(nbi_backend *b, const nbi_rmsnorm_args *a)
 {
     if (!a->n_rows || !a->width) return;
-    norm_args k = {};
-    k.out = static_cast<float *>(a->out);
-    k.x = static_cast<float *>(a->x);
-    k.delta = static_cast<const float *>(a->delta);
-    k.weight = a->weight;
-    k.eps = a->eps;
-    k.width = a->width;
-    k.x_stride = a->x_stride;
-    k.out_stride = a->out_stride;
-    k.row_fault = a->row_fault;
-    k.fault = static_cast<int32_t>(1 + a->layer * NBI_WHERE_COUNT + a->where);
-    k.x_vec = aligned16(a->x, a->x_stride);
-    k.delta_vec = aligned16(a->delta, a->width);
-    k.out_vec = aligned16(a->out, a->out_stride);
-    k.weight_vec = aligned16(a->weight, 0);
-    nbi_launch(&nbi_cuda_of(b)->rt, dim3(a->n_rows), dim3(norm_threads(a->width)), 0,
-               a->width > 2 * VEC * NORM_MAX ? rmsnorm_kernel<4> : rmsnorm_kernel<2>, k);
+    const uint32_t chunks = nbi_ceil_div(a->width, NBI_NORM_COLS);
+    const uint32_t warps = chunks < NBI_NORM_WARPS ? chunks : NBI_NORM_WARPS;
+    nbi_launch(&nbi_cuda_of(b)->rt, dim3(a->n_rows), dim3(warps * NBI_WARP), 0,
+               chunks > NBI_NORM_WARPS ? rmsnorm_kernel<2> : rmsnorm_kernel<1>, nbi_norm_of(a));
 }
 
 /* ---------------------------------------------------------------- SwiGLU */

@@ -35,8 +35,26 @@ static void run(nbi_cuda *c, const nbi_linear_args *a)
 void nbi_cuda_flush(nbi_cuda *c)
 {
     const uint32_t n = c->n_pending;
+    const bool norm = c->norm_pending;
     c->n_pending = 0;
-    if (n) nbi_cuda_stream_linear(c, c->pending, n);
+    c->norm_pending = false;
+    if (n)
+        nbi_cuda_stream_linear(c, c->pending, n, norm ? &c->norm : NULL);
+    else if (norm)
+        nbi_cuda_rmsnorm(&c->base, &c->norm);
+}
+
+/* A norm of few rows waits for the products of what it makes. */
+void nbi_cuda_rmsnorm_later(nbi_backend *b, const nbi_rmsnorm_args *a)
+{
+    nbi_cuda *c = nbi_cuda_of(b);
+    nbi_cuda_flush(c);
+    if (!nbi_cuda_norm_waits(c, a)) {
+        nbi_cuda_rmsnorm(b, a);
+        return;
+    }
+    c->norm = *a;
+    c->norm_pending = true;
 }
 
 /* Layers of the same x (q, k and v; gate and up) come one after the other: they wait for the next
@@ -45,7 +63,8 @@ void nbi_cuda_linear(nbi_backend *b, const nbi_linear_args *a)
 {
     nbi_cuda *c = nbi_cuda_of(b);
     if (!a->n_rows || !nbi_cuda_packed_of(a->w)->rows) return;
-    if (c->n_pending < NBI_CUDA_PENDING) {
+    const bool apart = c->norm_pending && !nbi_cuda_norm_before(&c->norm, a);
+    if (!apart && c->n_pending < NBI_CUDA_PENDING) {
         c->pending[c->n_pending] = *a;
         if (nbi_cuda_stream_fits(c, c->pending, c->n_pending + 1)) {
             c->n_pending++;

@@ -17,6 +17,8 @@
  *   at(notes, tile, part, &w)    the packed matrix and the row tile in it (returned)
  *   x(notes, token, part)        its row of activations, or NULL for zeros
  *   x_fast                       rows of x may be read 16 bytes at a time
+ *   take(plan, s, warp)          may be there instead of x() and x_fast: the warps that multiply
+ *                                wait and make all of x, by nbi_stream_put()
  *   result, part(), finish()     what becomes of the sums: see nbi_stream_reduce */
 #pragma once
 
@@ -188,23 +190,19 @@ NBI_DEV void nbi_stream_ask(const WORK &w, const nbi_stream_plan &plan, const nb
     }
 }
 
-/* One warp: a chunk of a token's x to B fragments in shared memory, and its 2^e. */
+/* One warp: a chunk of a token's x, lane l with columns 4 l ... (and 128 + 4 l ...), to B fragments
+ * in shared memory, and its 2^e. */
 template <nbi_weight_kind KIND>
-NBI_DEV void nbi_stream_put_x(const nbi_stream_plan &plan, const nbi_stream_shared &s,
-                              uint32_t unit, uint32_t token, const float *row, uint32_t first,
-                              uint32_t cols, bool fast)
+NBI_DEV void nbi_stream_put(const nbi_stream_plan &plan, const nbi_stream_shared &s, uint32_t unit,
+                            uint32_t token, const nbi_f32x4 *v)
 {
     constexpr uint32_t COLS = nbi_chunk_tiles(KIND) * NBI_TILE_COLS, LOADS = COLS / 128;
     const uint32_t lane = (uint32_t)nbi_lane();
-    nbi_f32x4 v[LOADS];
-    uint32_t most = 0;
-#pragma unroll
-    for (uint32_t i = 0; i < LOADS; i++) {
-        v[i] = nbi_x_load(row, first + i * 128 + 4 * lane, row ? cols : 0, fast);
-        most = nbi_amax_bits(most, v[i]);
-    }
     int e = 0;
     if (KIND != NBI_WEIGHT_BF16) {
+        uint32_t most = 0;
+#pragma unroll
+        for (uint32_t i = 0; i < LOADS; i++) most = nbi_amax_bits(most, v[i]);
         e = nbi_chunk_exponent(nbi_warp_max(most));
     }
 #pragma unroll
@@ -224,13 +222,17 @@ template <nbi_weight_kind KIND, class WORK>
 NBI_DEV void nbi_stream_take_x(const WORK &w, const nbi_stream_plan &plan,
                                const nbi_stream_shared &s, uint32_t warp)
 {
-    constexpr uint32_t COLS = nbi_chunk_tiles(KIND) * NBI_TILE_COLS;
+    constexpr uint32_t COLS = nbi_chunk_tiles(KIND) * NBI_TILE_COLS, LOADS = COLS / 128;
     const uint32_t units = w.n_parts * w.n_chunks;
     for (uint32_t i = warp; i < units * plan.pad_tokens; i += plan.warps) {
         const uint32_t token = i / units, unit = i % units, part = unit / w.n_chunks;
         const float *row = token < w.n_tokens ? w.x(s.notes, token, part) : nullptr;
-        nbi_stream_put_x<KIND>(plan, s, unit, token, row, unit % w.n_chunks * COLS, w.cols,
-                               w.x_fast);
+        const uint32_t first = unit % w.n_chunks * COLS + 4 * (uint32_t)nbi_lane();
+        nbi_f32x4 v[LOADS];
+#pragma unroll
+        for (uint32_t k = 0; k < LOADS; k++)
+            v[k] = nbi_x_load(row, first + k * 128, row ? w.cols : 0, w.x_fast);
+        nbi_stream_put<KIND>(plan, s, unit, token, v);
     }
 }
 
@@ -472,8 +474,12 @@ NBI_DEV void nbi_stream_run(const WORK &w, const nbi_stream_plan &plan)
         if (!WORK::WAITS) nbi_wait_before();
         return;
     }
-    if (!WORK::WAITS) nbi_wait_before();
-    nbi_stream_take_x<KIND>(w, plan, s, warp);
+    if constexpr (requires { w.template take<KIND>(plan, s, warp); }) {
+        w.template take<KIND>(plan, s, warp);
+    } else {
+        if (!WORK::WAITS) nbi_wait_before();
+        nbi_stream_take_x<KIND>(w, plan, s, warp);
+    }
     nbi_sync_some(1, plan.warps * 32);
     nbi_stream_consume<KIND, NT>(w, plan, s, warp);
 }

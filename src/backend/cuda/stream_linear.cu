@@ -1,8 +1,12 @@
 /* Linear layers of few tokens: one launch for all matrices that multiply the same x. */
 #include "backend/cuda/stream_linear.h"
 
+#include "backend/cuda/norm.h"
 #include "backend/cuda/pack.h"
 #include "backend/cuda/stream.h"
+
+/* Values of all rows together that blocks norm on their own, each of them. */
+#define NORM_MAX 8192u
 
 struct job {
     nbi_cuda_packed m;
@@ -73,9 +77,86 @@ struct linear_work {
     }
 };
 
-template <nbi_weight_kind KIND, uint32_t NT>
-static __global__ void __launch_bounds__((NBI_STREAM_WARPS + 1) * 32)
-    stream_linear_kernel(const __grid_constant__ linear_work w,
+/* x is the RMSNorm of other rows, which every block makes on its own; each chunk of what the norm
+ * leaves in memory is written by one of them. */
+struct norm_work : linear_work {
+    nbi_norm_args norm;
+
+    template <nbi_weight_kind KIND>
+    NBI_DEV void put(const nbi_stream_plan &plan, const nbi_stream_shared &s, uint32_t chunk,
+                     uint32_t token, const nbi_norm_part &p) const
+    {
+        constexpr uint32_t LOADS = nbi_chunk_tiles(KIND) / 2;
+#pragma unroll
+        for (uint32_t k = 0; k < 2 / LOADS; k++)
+            if (LOADS == 2 || 2 * chunk + k < n_chunks)
+                nbi_stream_put<KIND>(plan, s, chunk * (2 / LOADS) + k, token, p.v + k);
+    }
+
+    /* Item i is chunk i % n of token i / n. Behind the last token there are zeros. */
+    NBI_DEV void read(nbi_norm_part *p, uint32_t i, uint32_t n, float *parts) const
+    {
+        const uint32_t token = i / n, first = i % n * NBI_NORM_COLS;
+        *p = {};
+        if (token >= n_tokens) return;
+        nbi_norm_take(p, norm, token, first, true);
+        if (!parts) return;
+        const float squares = nbi_warp_sum(p->squares(0));
+        if (nbi_lane() == 0) parts[i] = squares;
+        if (norm.delta && i % gridDim.x == blockIdx.x)
+            p->store(norm.x_out + (size_t)token * norm.x_stride, first, cols, true);
+    }
+
+    template <nbi_weight_kind KIND>
+    NBI_DEV void give(const nbi_stream_plan &plan, const nbi_stream_shared &s, nbi_norm_part *p,
+                      const nbi_norm_part &weight, uint32_t i, uint32_t n, const float *parts) const
+    {
+        const uint32_t token = i / n, chunk = i % n;
+        if (token < n_tokens) {
+            const float squares = nbi_norm_sum(parts + token * n, n);
+            if (blockIdx.x == 0 && chunk == 0 && nbi_lane() == 0)
+                nbi_norm_guard(norm, token, squares);
+            p->scale(nbi_norm_factor(norm, squares), weight);
+            if (i % gridDim.x == blockIdx.x)
+                p->store(norm.out + (size_t)token * norm.out_stride, chunk * NBI_NORM_COLS, cols,
+                         true);
+        }
+        put<KIND>(plan, s, chunk, token, *p);
+    }
+
+    template <nbi_weight_kind KIND>
+    NBI_DEV void take(const nbi_stream_plan &plan, const nbi_stream_shared &s, uint32_t warp) const
+    {
+        const uint32_t n = (cols + NBI_NORM_COLS - 1) / NBI_NORM_COLS, all = n * plan.pad_tokens;
+        constexpr uint32_t KEPT = KIND == NBI_WEIGHT_FP8_BLOCK ? 1 : 2; /* in registers */
+        float *parts = s.sums;            /* free until the first products */
+        nbi_norm_part kept[KEPT], weight; /* of the warp's first chunk: before the wait */
+        weight.load(norm.weight, warp % n * NBI_NORM_COLS, cols, true);
+        nbi_wait_before();
+#pragma unroll
+        for (uint32_t k = 0; k < KEPT; k++)
+            if (warp + k * plan.warps < all) read(&kept[k], warp + k * plan.warps, n, parts);
+#pragma unroll 1
+        for (uint32_t i = warp + KEPT * plan.warps; i < all; i += plan.warps) {
+            nbi_norm_part p;
+            read(&p, i, n, parts);
+        }
+        nbi_sync_some(1, plan.warps * 32);
+#pragma unroll 1
+        for (uint32_t i = warp, k = 0; i < all; i += plan.warps, k++) {
+            if (k) weight.load(norm.weight, i % n * NBI_NORM_COLS, cols, true);
+            if (k >= KEPT) read(&kept[0], i, n, nullptr);
+            give<KIND>(plan, s, &kept[0], weight, i, n, parts);
+#pragma unroll
+            for (uint32_t j = 0; j + 1 < KEPT; j++) kept[j] = kept[j + 1];
+        }
+    }
+};
+
+/* Two blocks of a multiprocessor: the next kernel's ring fills while this one ends. */
+template <nbi_weight_kind KIND, uint32_t NT, class WORK>
+static __global__ void __launch_bounds__((NBI_STREAM_WARPS + 1) * 32, NT == 1 ? 2 : 1)
+    stream_linear_kernel(const __grid_constant__ WORK w,
                          const __grid_constant__ nbi_stream_plan plan)
 {
     nbi_stream_run<KIND, NT>(w, plan);
@@ -109,22 +190,64 @@ bool nbi_cuda_stream_fits(const nbi_cuda *c, const nbi_linear_args *calls, uint3
     return nbi_stream_plan_fits(plan_for(c, &calls[0]));
 }
 
+static bool overlap(const void *a, size_t a_bytes, const void *b, size_t b_bytes)
+{
+    const uintptr_t p = reinterpret_cast<uintptr_t>(a), q = reinterpret_cast<uintptr_t>(b);
+    return p < q + b_bytes && q < p + a_bytes;
+}
+
+static size_t row_bytes(uint32_t n_rows, uint32_t width, uint32_t stride)
+{
+    return (static_cast<size_t>(n_rows - 1) * stride + width) * sizeof(float);
+}
+
+bool nbi_cuda_norm_waits(const nbi_cuda *c, const nbi_rmsnorm_args *a)
+{
+    if (c->rt.sm < 90 || !a->out || !a->n_rows || a->n_rows > 8) return false;
+    if (a->n_rows > 1 && a->n_rows * a->width > NORM_MAX) return false;
+    if (a->width > NBI_NORM_COLS * NBI_NORM_WARPS) return false;
+    if (a->delta && (!a->x_out || a->x_out == a->x)) return false;
+    if (!nbi_norm_of(a).vec) return false;
+    return !overlap(a->out, row_bytes(a->n_rows, a->width, a->out_stride), a->x,
+                    row_bytes(a->n_rows, a->width, a->x_stride));
+}
+
+bool nbi_cuda_norm_before(const nbi_rmsnorm_args *norm, const nbi_linear_args *a)
+{
+    if (a->x != norm->out || a->x_stride != norm->out_stride || a->n_rows != norm->n_rows ||
+        a->w->host.cols != norm->width)
+        return false;
+    const size_t y = row_bytes(a->n_rows, a->w->host.rows, a->y_stride);
+    const size_t x = row_bytes(norm->n_rows, norm->width, norm->x_stride);
+    return !overlap(a->y, y, norm->x, x) &&
+           !(norm->delta &&
+             (overlap(a->y, y, norm->x_out, x) ||
+              overlap(a->y, y, norm->delta, row_bytes(norm->n_rows, norm->width, norm->width))));
+}
+
 template <nbi_weight_kind KIND>
-static void launch(nbi_cuda *c, const linear_work &w, const nbi_stream_plan &plan)
+static void launch(nbi_cuda *c, const norm_work &w, bool norm, const nbi_stream_plan &plan)
 {
     const dim3 grid = nbi_stream_grid((uint32_t)c->rt.n_sms, w.n_tiles);
     const dim3 block = nbi_stream_threads(plan);
-    if (plan.pad_tokens > 8)
-        nbi_launch(&c->rt, grid, block, plan.shared, stream_linear_kernel<KIND, 2>, w, plan);
+    const linear_work &plain = w;
+    if (norm)
+        nbi_launch(&c->rt, grid, block, plan.shared, stream_linear_kernel<KIND, 1, norm_work>, w,
+                   plan);
+    else if (plan.pad_tokens > 8)
+        nbi_launch(&c->rt, grid, block, plan.shared, stream_linear_kernel<KIND, 2, linear_work>,
+                   plain, plan);
     else
-        nbi_launch(&c->rt, grid, block, plan.shared, stream_linear_kernel<KIND, 1>, w, plan);
+        nbi_launch(&c->rt, grid, block, plan.shared, stream_linear_kernel<KIND, 1, linear_work>,
+                   plain, plan);
 }
 
-void nbi_cuda_stream_linear(nbi_cuda *c, const nbi_linear_args *calls, uint32_t n)
+void nbi_cuda_stream_linear(nbi_cuda *c, const nbi_linear_args *calls, uint32_t n,
+                            const nbi_rmsnorm_args *norm)
 {
     const nbi_linear_args *a = &calls[0];
     const nbi_cuda_packed *p = nbi_cuda_packed_of(a->w);
-    linear_work w = {};
+    norm_work w = {};
     for (uint32_t i = 0; i < n; i++) {
         w.jobs[i] = {*nbi_cuda_packed_of(calls[i].w), static_cast<float *>(calls[i].y),
                      calls[i].bias, calls[i].y_stride};
@@ -138,12 +261,13 @@ void nbi_cuda_stream_linear(nbi_cuda *c, const nbi_linear_args *calls, uint32_t 
     w.cols = p->cols;
     w.n_tokens = a->n_rows;
     w.x_fast = nbi_x_fast(a->x, a->x_stride, p->cols);
+    if (norm) w.norm = nbi_norm_of(norm);
     const nbi_stream_plan plan = plan_for(c, a);
     switch (p->kind) {
-    case NBI_WEIGHT_NVFP4: launch<NBI_WEIGHT_NVFP4>(c, w, plan); break;
-    case NBI_WEIGHT_BF16: launch<NBI_WEIGHT_BF16>(c, w, plan); break;
-    case NBI_WEIGHT_F16: launch<NBI_WEIGHT_F16>(c, w, plan); break;
-    case NBI_WEIGHT_FP8_BLOCK: launch<NBI_WEIGHT_FP8_BLOCK>(c, w, plan); break;
-    default: launch<NBI_WEIGHT_FP8_TENSOR>(c, w, plan); break;
+    case NBI_WEIGHT_NVFP4: launch<NBI_WEIGHT_NVFP4>(c, w, norm, plan); break;
+    case NBI_WEIGHT_BF16: launch<NBI_WEIGHT_BF16>(c, w, norm, plan); break;
+    case NBI_WEIGHT_F16: launch<NBI_WEIGHT_F16>(c, w, norm, plan); break;
+    case NBI_WEIGHT_FP8_BLOCK: launch<NBI_WEIGHT_FP8_BLOCK>(c, w, norm, plan); break;
+    default: launch<NBI_WEIGHT_FP8_TENSOR>(c, w, norm, plan); break;
     }
 }

@@ -314,7 +314,19 @@ NBI_DEV nbi_f32x4 nbi_x_load(const float *row, uint32_t at, uint32_t n, bool fas
     return x;
 }
 
-/* The same, read again even where the compiler knows the values. */
+/* The same, written. */
+NBI_DEV void nbi_x_store(float *row, uint32_t at, uint32_t n, bool fast, const nbi_f32x4 &x)
+{
+    if (fast) {
+        if (at < n) *reinterpret_cast<nbi_f32x4 *>(row + at) = x;
+        return;
+    }
+#pragma unroll
+    for (uint32_t i = 0; i < 4; i++)
+        if (at + i < n) row[at + i] = x.v[i];
+}
+
+/* nbi_x_load(), read again even where the compiler knows the values. */
 NBI_DEV nbi_f32x4 nbi_x_load_again(const float *row, uint32_t at, uint32_t n, bool fast)
 {
     nbi_f32x4 x = {{0, 0, 0, 0}};
