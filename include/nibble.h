@@ -387,6 +387,26 @@ typedef struct nb_request_options {
 nb_status nb_request_submit(nb_request **out, nb_engine *engine, const nb_request_options *options,
                             nb_error *error);
 
+/* Beam search. */
+#define NB_BEAM_WIDTH_MAX 10
+
+typedef struct nb_beam_options {
+    uint32_t width;        /* beams, and answers: 1 to NB_BEAM_WIDTH_MAX, at most max_running */
+    double length_penalty; /* answers rank by log-probability / tokens^length_penalty, the prompt
+                              counted in and the token that ends it left out */
+    bool early_stopping;   /* stop at `width` ended answers; false: when none can be better */
+    void *const *notify_users; /* optional [width]: instead of the options' notify_user */
+} nb_beam_options;
+
+/* Searches the likeliest answers. out[width]: requests, the first reads the best answer and so on;
+ * each is read and closed like any other, and has no event before the search is over. Of the
+ * sampling only max_tokens, ignore_eos, stop_ids, skip_special, include_stop and n_logprobs have a
+ * meaning: what else would change the answer is refused (NB_UNSUPPORTED), what says how to draw has
+ * no effect. Cancelling one before the search is over cancels all. NB_TOO_LARGE when the beams
+ * might not fit the KV cache. Counters and distributions take it as one request. */
+nb_status nb_beams_submit(nb_request **out, nb_engine *engine, const nb_request_options *options,
+                          const nb_beam_options *beam, nb_error *error);
+
 typedef struct nb_logprob {
     int32_t id;
     float logprob; /* natural log; finite: at least -9999 */

@@ -329,6 +329,8 @@ typedef struct nbi_backend_ops {
     void (*release)(nbi_backend *b, void *p, size_t bytes);
     void (*upload)(nbi_backend *b, void *dst, const void *src, size_t bytes);
     void (*download)(nbi_backend *b, void *dst, const void *src, size_t bytes);
+    /* Within such memory, between steps; seen by the next one. */
+    void (*copy)(nbi_backend *b, void *dst, const void *src, size_t bytes);
 
     /* Makes a matrix usable by `linear`. Keeps the mapped form where it can. */
     nb_status (*weight_prepare)(nbi_backend *b, nbi_weight **out, const nbi_matrix *m,

@@ -1,7 +1,7 @@
 /* The step's batch: flat host arrays, allocated once. */
 #include <string.h>
 
-#include "engine/engine.h"
+#include "engine/beam.h"
 
 static size_t carve(nbi_step_batch *b, char *base)
 {
@@ -107,15 +107,16 @@ static void add_logit_row(nbi_step_batch *b, nb_request *r, uint32_t row, uint32
     b->logit_rows[i] = (int32_t)row;
     b->logit_fault[i] = 0;
     const nb_sampling *s = &r->sampling;
-    b->sample_rows[i] = (nbi_sample_row){.temperature = s->temperature,
-                                         .top_p = s->top_p,
-                                         .min_p = s->min_p,
-                                         .top_k = s->top_k,
-                                         .seed = s->seed,
-                                         .counter = p + 1 - r->n_prompt,
-                                         .n_logprobs = s->n_logprobs,
-                                         .wanted = s->logprob_ids,
-                                         .n_wanted = s->n_logprob_ids};
+    b->sample_rows[i] =
+        (nbi_sample_row){.temperature = s->temperature,
+                         .top_p = s->top_p,
+                         .min_p = s->min_p,
+                         .top_k = s->top_k,
+                         .seed = s->seed,
+                         .counter = p + 1 - r->n_prompt,
+                         .n_logprobs = r->beams ? r->beams->n_row_logprobs : s->n_logprobs,
+                         .wanted = s->logprob_ids,
+                         .n_wanted = s->n_logprob_ids};
     if (!last) {
         b->sample_rows[i].forced = true;
         b->sample_rows[i].forced_id = r->tokens[p + 1];
@@ -153,4 +154,15 @@ void nbi_step_batch_add(nbi_step_batch *b, nb_request *r, uint32_t rows)
     b->seq_logit[s + 1] = b->view.n_logit_rows;
     if ((uint32_t)b->seq_len[s] > b->view.max_len) b->view.max_len = (uint32_t)b->seq_len[s];
     r->rows = rows;
+}
+
+int32_t nbi_step_batch_fault(const nbi_step_batch *b, uint32_t s)
+{
+    for (int32_t row = b->seq_first[s]; row < b->seq_first[s + 1]; row++) {
+        if (b->row_fault[row]) return b->row_fault[row];
+    }
+    for (uint32_t i = b->seq_logit[s]; i < b->seq_logit[s + 1]; i++) {
+        if (b->logit_fault[i]) return b->logit_fault[i];
+    }
+    return 0;
 }

@@ -14,13 +14,14 @@
  * Under a mask each draft is drawn from what it allows; a grammar then accepts the draft for the
  * time being. The masks found on the way are those that the verification needs. At the end all
  * drafts are taken back. */
-#include "engine/engine.h"
+#include "engine/beam.h"
 
 /* Few drafts pay when many requests share a step: each costs a row of work, and the step reads most
  * experts anyway. */
 static uint32_t drafts_for(const nb_engine *e, const nb_request *r)
 {
     if (r->penalties.index) return 0; /* each token changes what the next may be */
+    if (r->beams) return 0;
     if (r->grammar.mask && !r->grammar.rollback) return 0;
     uint32_t k = e->n_draft_steps;
     for (uint32_t running = 8; running < e->n_running; running *= 2) k /= 2;
@@ -98,6 +99,8 @@ static void add_confirmed(nb_engine *e, const nbi_step_batch *main)
     for (uint32_t s = 0; s < main->view.n_seqs; s++) {
         nb_request *r = main->seqs[s];
         if (!r) continue;
+        bool chose = main->seq_logit[s + 1] > main->seq_logit[s];
+        if (r->beams && (chose || nbi_beams_is_idle(r))) continue; /* another beam by now */
         uint32_t from = (uint32_t)main->pos[main->seq_first[s]], rows = r->n_cached - from;
         bool decodes = r->n_cached + 1 == r->n_tokens;
         r->n_drafts = 0;

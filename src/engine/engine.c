@@ -246,9 +246,13 @@ static void end_all(nb_engine *e, nb_finish finish, const char *why)
     pthread_mutex_unlock(&e->lock);
     while (r) {
         nb_request *next = r->next;
-        nbi_request_end(r, finish, why);
-        nbi_meter_end(e, r);
-        nbi_request_unref(r);
+        uint32_t n;
+        nb_request *const *members = nbi_request_members(&r, &n);
+        for (uint32_t i = 0; i < n; i++) {
+            nbi_request_end(members[i], finish, why);
+            nbi_meter_end(e, members[i]);
+            nbi_request_unref(members[i]);
+        }
         r = next;
     }
     nbi_engine_after_step(e);

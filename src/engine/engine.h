@@ -62,6 +62,8 @@ typedef struct nbi_token_limits {
     uint32_t n_thought; /* tokens of thinking so far */
 } nbi_token_limits;
 
+typedef struct nbi_beams nbi_beams; /* beam.h */
+
 struct nb_request {
     nb_engine *engine;
     nb_request *next; /* waiting list */
@@ -97,6 +99,8 @@ struct nb_request {
     nb_grammar grammar; /* mask NULL: none */
     nbi_token_limits limits;
     bool has_limits;
+    nbi_beams *beams; /* the search it is part of; NULL: none */
+    uint32_t beam;    /* its place there */
     uint32_t *masks;  /* [1 + drafts at most][mask_words] of the next token and those behind drafts;
                          NULL: neither grammar nor limits */
     uint32_t n_masks; /* of them known; 0 after every token */
@@ -221,6 +225,8 @@ void nbi_step_batch_clear(nbi_step_batch *batch);
 /* Adds `rows` rows of the request from its n_cached on; wants logits where its sampling asks for
  * them. */
 void nbi_step_batch_add(nbi_step_batch *batch, nb_request *r, uint32_t rows);
+/* First guard code among the rows of sequence s or its logit rows, 0 when all are fine. */
+int32_t nbi_step_batch_fault(const nbi_step_batch *batch, uint32_t s);
 
 /* ---- scheduler.c: one step */
 nb_status nbi_engine_step_once(nb_engine *e, bool *worked, nb_error *err);
@@ -290,6 +296,8 @@ void nbi_event_copy(nb_event *to, const nb_event *from);
 bool nbi_request_put_token(nb_engine *e, nb_request *r, const nbi_sample_out *out);
 /* Ends a request without a token; `why` is the sentence for NB_FINISH_ERROR. */
 void nbi_request_end(nb_request *r, nb_finish finish, const char *why);
+/* An id that ends the answer. */
+bool nbi_request_is_end(const nb_request *r, int32_t id);
 
 /* ---- meter.c: counters and distributions. No heap, no lock in the token loop but where said. */
 void nbi_meter_init(nb_engine *e);
@@ -314,6 +322,19 @@ size_t nbi_penalties_bytes(const nb_sampling *s, uint32_t vocab, uint32_t max_to
 void nbi_penalties_add(nbi_penalties *p, const nb_sampling *s, int32_t id, bool is_answer);
 
 /* ---- request.c */
+/* The parts of nb_request_submit(). What create made goes to enqueue or to destroy. */
+nb_status nbi_request_check(const nb_engine *e, const nb_request_options *o, nb_error *err);
+nb_status nbi_request_create(nb_request **out, nb_engine *e, const nb_request_options *o,
+                             nb_error *err);
+nb_status nbi_request_enqueue(nb_engine *e, nb_request *r, nb_error *err);
+void nbi_request_destroy(nb_request *r);
+/* Takes bytes of the memory planned for requests; nothing is taken on failure. */
+nb_status nbi_request_count_bytes(nb_engine *e, size_t bytes, nb_count count, nb_error *err);
+/* Cancelled, or a search that one of its members was. The step's. */
+bool nbi_request_is_cancelled(const nb_request *r);
+/* Requests that go through the queue with this one, itself among them, in the order of the running
+ * list. */
+nb_request *const *nbi_request_members(nb_request *const *r, uint32_t *n);
 void nbi_request_unref(nb_request *r);
 /* Nothing can be served from here on; the next step ends what runs. Any thread. */
 void nbi_engine_break(nb_engine *e, const nb_error *why);

@@ -113,7 +113,7 @@ void nbi_request_put_prompt(nb_request *r, uint32_t index, const nbi_sample_out 
 
 /* ---------------------------------------------------------------- answer tokens */
 
-static bool is_end_id(const nb_request *r, int32_t id)
+bool nbi_request_is_end(const nb_request *r, int32_t id)
 {
     for (uint32_t i = 0; i < r->n_end_ids; i++) {
         if (r->end_ids[i] == id) return true;
@@ -166,7 +166,7 @@ static void write_text(nb_engine *e, nb_request *r, nb_event *event, char *out)
 {
     size_t n;
     const char *bytes = token_text(e, r, event->id, &n);
-    bool ends = is_end_id(r, event->id);
+    bool ends = nbi_request_is_end(r, event->id);
     if (!ends || r->sampling.include_stop) add_text(r, event, bytes, n, out);
     if (event->matched_string >= 0) {
         event->finish = NB_FINISH_STOP;

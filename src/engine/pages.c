@@ -1,7 +1,9 @@
 /* A request's KV pages: private ones from the pool, full ones shared through the prefix tree.
  *
  * Invariant: pages[0 .. n_shared) are nodes of the tree that this request holds a reference to, in
- * order from the root; pages[n_shared .. n_pages) are its own. Called by the step only. */
+ * order from the root; pages[n_shared .. n_pages) are its own. Called by the step only. The beams
+ * of a search share their pages through the tree also where nothing is to be cached there; then it
+ * is emptied of what they leave. */
 #include "engine/engine.h"
 
 uint32_t nbi_kv_pages_free(const nb_engine *e)
@@ -20,7 +22,7 @@ int32_t nbi_kv_pages_take(nb_engine *e)
 static uint32_t shareable_pages(const nb_engine *e, const nb_request *r)
 {
     bool all_logits = r->sampling.prompt_logprobs && r->n_reported < r->n_prompt;
-    if (e->options.disable_prefix_cache || all_logits) return 0;
+    if ((e->options.disable_prefix_cache && !r->beams) || all_logits) return 0;
     return (r->n_tokens - 1) / NBI_PAGE_TOKENS;
 }
 
@@ -39,7 +41,7 @@ void nbi_request_match_prefix(nb_engine *e, nb_request *r)
 
 void nbi_request_share_pages(nb_engine *e, nb_request *r)
 {
-    if (e->options.disable_prefix_cache) return;
+    if (e->options.disable_prefix_cache && !r->beams) return;
     while ((r->n_shared + 1) * NBI_PAGE_TOKENS <= r->n_cached) {
         int32_t own = r->pages[r->n_shared];
         int32_t parent = r->n_shared ? r->pages[r->n_shared - 1] : NBI_PREFIX_ROOT;
@@ -61,6 +63,7 @@ void nbi_request_drop_pages(nb_engine *e, nb_request *r)
         }
     }
     r->n_pages = r->n_shared = r->n_cached = r->n_drafts = 0;
+    if (e->options.disable_prefix_cache && r->beams) nbi_kv_pages_flush(e);
 }
 
 void nbi_kv_pages_flush(nb_engine *e)

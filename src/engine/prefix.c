@@ -65,7 +65,7 @@ static void list_remove(nbi_prefix *p, int32_t page)
     p->n_cached--;
 }
 
-static void retain(nbi_prefix *p, int32_t page)
+void nbi_prefix_retain(nbi_prefix *p, int32_t page)
 {
     if (p->nodes[page].refs++ == 0) list_remove(p, page);
 }
@@ -102,7 +102,7 @@ uint32_t nbi_prefix_peek(const nbi_prefix *p, const int32_t *tokens, uint32_t ma
 uint32_t nbi_prefix_match(nbi_prefix *p, const int32_t *tokens, uint32_t max_pages, int32_t *pages)
 {
     uint32_t n = walk(p, tokens, max_pages, pages);
-    for (uint32_t i = 0; i < n; i++) retain(p, pages[i]);
+    for (uint32_t i = 0; i < n; i++) nbi_prefix_retain(p, pages[i]);
     return n;
 }
 
@@ -113,7 +113,7 @@ int32_t nbi_prefix_insert(nbi_prefix *p, int32_t parent, int32_t page, const int
     uint64_t hash = hash_node(parent, tokens) & p->hash_mask;
     int32_t twin = find(p, parent, tokens, hash);
     if (twin >= 0) {
-        retain(p, twin);
+        nbi_prefix_retain(p, twin);
         return twin;
     }
     nbi_prefix_node *n = &p->nodes[page];

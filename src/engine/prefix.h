@@ -52,6 +52,9 @@ uint32_t nbi_prefix_peek(const nbi_prefix *p, const int32_t *tokens, uint32_t ma
  * frees its own. */
 int32_t nbi_prefix_insert(nbi_prefix *p, int32_t parent, int32_t page, const int32_t *tokens);
 
+/* One reference more to a node that has some. */
+void nbi_prefix_retain(nbi_prefix *p, int32_t page);
+
 /* One reference less. Pages of a request are released from the last to the first. */
 void nbi_prefix_release(nbi_prefix *p, int32_t page);
 

@@ -4,7 +4,7 @@
 #include <time.h>
 
 #include "base/clock.h"
-#include "engine/engine.h"
+#include "engine/beam.h"
 #include "text/stop_regex.h"
 
 void nbi_engine_kick(nb_engine *e)
@@ -108,6 +108,14 @@ static nb_status check_prompt(const nb_engine *e, const nb_request_options *o, n
     return NB_OK;
 }
 
+nb_status nbi_request_check(const nb_engine *e, const nb_request_options *o, nb_error *err)
+{
+    NB_TRY(check_prompt(e, o, err));
+    NB_TRY(check_sampling(e, &o->sampling, err));
+    return nbi_token_limits_check(&o->sampling, nbi_model_config(e->model)->vocab, e->n_valid_ids,
+                                  err);
+}
+
 /* ---------------------------------------------------------------- making one */
 
 static void collect_end_ids(const nb_engine *e, nb_request *r)
@@ -161,6 +169,17 @@ size_t nbi_request_bytes(uint32_t n_max, size_t n_text)
            NBI_EVENTS_MAX * sizeof(nbi_event_slot) + n_text;
 }
 
+nb_status nbi_request_count_bytes(nb_engine *e, size_t bytes, nb_count count, nb_error *err)
+{
+    uint64_t all = atomic_fetch_add(&e->request_bytes, bytes) + bytes;
+    if (all <= e->request_bytes_max || count == NB_COUNT_NONE) return NB_OK; /* a probe */
+    atomic_fetch_sub(&e->request_bytes, bytes);
+    return nbi_fail(err, NB_BUSY,
+                    "the %.1f MB planned for requests are in use, and this one takes %.1f MB; try "
+                    "again later",
+                    (double)e->request_bytes_max / 1e6, (double)bytes / 1e6);
+}
+
 /* Takes the request's share of the memory planned for requests. */
 static nb_status count_bytes(nb_request *r, nb_engine *e, const nb_request_options *o,
                              nb_error *err)
@@ -171,12 +190,9 @@ static nb_status count_bytes(nb_request *r, nb_engine *e, const nb_request_optio
     r->bytes += (size_t)n_masks(e, o) * ((vocab + 31) / 32) * 4;
     r->bytes += nbi_token_limits_bytes(&r->sampling, vocab);
     if (r->sampling.n_stop_regex) r->bytes += nbi_stop_regex_bytes();
-    uint64_t all = atomic_fetch_add(&e->request_bytes, r->bytes) + r->bytes;
-    if (all <= e->request_bytes_max || o->count == NB_COUNT_NONE) return NB_OK; /* a probe */
-    return nbi_fail(err, NB_BUSY,
-                    "the %.1f MB planned for requests are in use, and this one takes %.1f MB; try "
-                    "again later",
-                    (double)e->request_bytes_max / 1e6, (double)r->bytes / 1e6);
+    nb_status st = nbi_request_count_bytes(e, r->bytes, o->count, err);
+    if (st != NB_OK) r->bytes = 0;
+    return st;
 }
 
 static nb_status fill(nb_request *r, nb_engine *e, const nb_request_options *o, nb_error *err)
@@ -213,7 +229,7 @@ static nb_status fill(nb_request *r, nb_engine *e, const nb_request_options *o, 
     return NB_OK;
 }
 
-static void destroy(nb_request *r)
+void nbi_request_destroy(nb_request *r)
 {
     pthread_mutex_destroy(&r->lock);
     pthread_cond_destroy(&r->readable);
@@ -226,6 +242,7 @@ static void destroy(nb_request *r)
     nbi_free(r->ring);
     nbi_free(r->text_ring);
     atomic_fetch_sub(&r->engine->request_bytes, r->bytes);
+    nbi_beams_unref(r);
     nbi_free(r);
 }
 
@@ -233,10 +250,11 @@ void nbi_request_unref(nb_request *r)
 {
     if (atomic_fetch_sub(&r->refs, 1) != 1) return;
     if (r->grammar.release) r->grammar.release(r->grammar.user);
-    destroy(r);
+    nbi_request_destroy(r);
 }
 
-static nb_status create(nb_request **out, nb_engine *e, const nb_request_options *o, nb_error *err)
+nb_status nbi_request_create(nb_request **out, nb_engine *e, const nb_request_options *o,
+                             nb_error *err)
 {
     nb_request *r = nbi_calloc(1, sizeof *r);
     if (!r) return nbi_fail(err, NB_NO_MEMORY, "request: out of memory");
@@ -250,7 +268,7 @@ static nb_status create(nb_request **out, nb_engine *e, const nb_request_options
     r->engine = e;
     nb_status st = fill(r, e, o, err);
     if (st != NB_OK) {
-        destroy(r);
+        nbi_request_destroy(r);
         return st;
     }
     *out = r;
@@ -258,7 +276,7 @@ static nb_status create(nb_request **out, nb_engine *e, const nb_request_options
 }
 
 /* Queues the request; refused when the engine stops or has failed. */
-static nb_status enqueue(nb_engine *e, nb_request *r, nb_error *err)
+nb_status nbi_request_enqueue(nb_engine *e, nb_request *r, nb_error *err)
 {
     nb_status st = NB_OK;
     pthread_mutex_lock(&e->lock);
@@ -281,15 +299,12 @@ static nb_status enqueue(nb_engine *e, nb_request *r, nb_error *err)
 nb_status nb_request_submit(nb_request **out, nb_engine *e, const nb_request_options *o,
                             nb_error *err)
 {
-    NB_TRY(check_prompt(e, o, err));
-    NB_TRY(check_sampling(e, &o->sampling, err));
-    NB_TRY(nbi_token_limits_check(&o->sampling, nbi_model_config(e->model)->vocab, e->n_valid_ids,
-                                  err));
     nb_request *r;
-    NB_TRY(create(&r, e, o, err));
-    nb_status st = enqueue(e, r, err);
+    NB_TRY(nbi_request_check(e, o, err));
+    NB_TRY(nbi_request_create(&r, e, o, err));
+    nb_status st = nbi_request_enqueue(e, r, err);
     if (st != NB_OK) {
-        destroy(r);
+        nbi_request_destroy(r);
         return st;
     }
     *out = r;
@@ -356,6 +371,22 @@ const char *nb_request_error(const nb_request *r)
 }
 
 /* ---------------------------------------------------------------- ending */
+
+nb_request *const *nbi_request_members(nb_request *const *r, uint32_t *n)
+{
+    *n = (*r)->beams ? (*r)->beams->width : 1;
+    return (*r)->beams ? (*r)->beams->members : r;
+}
+
+bool nbi_request_is_cancelled(const nb_request *r)
+{
+    const nbi_beams *g = r->beams;
+    if (!g || g->state != NBI_BEAMS_SEARCHING) return atomic_load(&r->cancelled);
+    for (uint32_t i = 0; i < g->width; i++) {
+        if (atomic_load(&g->members[i]->cancelled)) return true;
+    }
+    return false;
+}
 
 void nb_request_cancel(nb_request *r)
 {

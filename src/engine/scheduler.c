@@ -9,7 +9,7 @@
 
 #include "base/clock.h"
 #include "base/log.h"
-#include "engine/engine.h"
+#include "engine/beam.h"
 
 static uint32_t pages_for(uint32_t tokens)
 {
@@ -23,8 +23,9 @@ static uint32_t min_u32(uint32_t a, uint32_t b)
     return a < b ? a : b;
 }
 
-static void count_end(nb_engine *e, nb_finish finish)
+static void count_end(nb_engine *e, const nb_request *r, nb_finish finish)
 {
+    if (r->beams && r->beam) return; /* the first of a search counts */
     pthread_mutex_lock(&e->lock);
     if (finish == NB_FINISH_ERROR || finish == NB_FINISH_TIMEOUT) {
         e->stats.requests_failed++;
@@ -61,11 +62,25 @@ static const char *where_is(const nb_request *r, bool runs)
 static void end_early(nb_engine *e, nb_request *r, bool runs)
 {
     char why[NB_ERROR_TEXT_MAX];
-    nb_finish finish = atomic_load(&r->cancelled) ? NB_FINISH_CANCELLED : NB_FINISH_TIMEOUT;
+    nb_finish finish = nbi_request_is_cancelled(r) ? NB_FINISH_CANCELLED : NB_FINISH_TIMEOUT;
     snprintf(why, sizeof why, "the request's time was over %s, after %u tokens of the answer",
              where_is(r, runs), r->n_tokens - r->n_prompt);
     nbi_request_end(r, finish, finish == NB_FINISH_TIMEOUT ? why : NULL);
-    count_end(e, finish);
+    count_end(e, r, finish);
+}
+
+/* The search of running[i], its first member, ends with all members. */
+static void end_search(nb_engine *e, uint32_t i)
+{
+    nbi_beams *g = e->running[i]->beams;
+    const uint32_t width = g->width;
+    const bool cancelled = nbi_request_is_cancelled(e->running[i]);
+    for (uint32_t k = 0; k < width && cancelled; k++) atomic_store(&g->members[k]->cancelled, true);
+    g->state = NBI_BEAMS_SHOWING; /* from here on each for itself */
+    for (uint32_t k = 0; k < width; k++) {
+        end_early(e, e->running[i], true);
+        retire(e, i);
+    }
 }
 
 static void reap_running(nb_engine *e, uint64_t now_ns)
@@ -73,12 +88,14 @@ static void reap_running(nb_engine *e, uint64_t now_ns)
     for (uint32_t i = 0; i < e->n_running;) {
         nb_request *r = e->running[i];
         bool late = r->deadline_ns && r->deadline_ns <= now_ns;
-        if (!late && !atomic_load(&r->cancelled)) {
+        if (!late && !nbi_request_is_cancelled(r)) {
             i++;
-            continue;
+        } else if (r->beams && r->beams->state == NBI_BEAMS_SEARCHING) {
+            end_search(e, i); /* members are as late and as cancelled as the first */
+        } else {
+            end_early(e, r, true);
+            retire(e, i);
         }
-        end_early(e, r, true);
-        retire(e, i);
     }
 }
 
@@ -89,9 +106,13 @@ static void reap_waiting(nb_engine *e, uint64_t now_ns)
     pthread_mutex_unlock(&e->lock);
     while (r) {
         nb_request *next = r->next;
-        end_early(e, r, false);
-        nbi_meter_end(e, r);
-        nbi_request_unref(r);
+        uint32_t n;
+        nb_request *const *members = nbi_request_members(&r, &n);
+        for (uint32_t i = 0; i < n; i++) end_early(e, members[i], false);
+        for (uint32_t i = 0; i < n; i++) {
+            nbi_meter_end(e, members[i]);
+            nbi_request_unref(members[i]);
+        }
         r = next;
     }
 }
@@ -101,6 +122,7 @@ static bool fits(const nb_engine *e, const nb_request *r)
 {
     uint32_t shared = nbi_request_peek_prefix(e, r);
     uint32_t rows = min_u32(r->n_tokens - shared * NBI_PAGE_TOKENS, e->chunk_size);
+    if (r->beams && e->n_running + r->beams->width > e->max_running) return false;
     return !e->n_running || nbi_kv_pages_free(e) >= shared + pages_for(rows) + e->n_running;
 }
 
@@ -108,11 +130,13 @@ static void start(nb_engine *e, nb_request *r)
 {
     nbi_queue_remove(e, r);
     nbi_client_turn *turn = nbi_queue_turn(e, r);
-    turn->running++;
+    uint32_t n;
+    nb_request *const *members = nbi_request_members(&r, &n);
+    turn->running += n;
     turn->last = ++e->next_turn;
     r->preempted = false;
-    nbi_request_match_prefix(e, r);
-    e->running[e->n_running++] = r;
+    if (!nbi_beams_is_idle(r)) nbi_request_match_prefix(e, r);
+    for (uint32_t i = 0; i < n; i++) e->running[e->n_running++] = members[i];
     if (r->admitted) return; /* preempted before: the first admission counts */
     r->admitted = true;
     atomic_store(&r->cached_tokens, r->n_cached);
@@ -123,8 +147,10 @@ static void start(nb_engine *e, nb_request *r)
 static bool skips_queue(nb_engine *e)
 {
     bool decodes = e->n_running > 0;
-    for (uint32_t i = 0; i < e->n_running; i++)
-        decodes = decodes && e->running[i]->n_tokens - e->running[i]->n_cached == 1;
+    for (uint32_t i = 0; i < e->n_running; i++) {
+        const nb_request *r = e->running[i];
+        decodes = decodes && (nbi_beams_is_idle(r) || r->n_tokens - r->n_cached == 1);
+    }
     if (decodes && ++e->decode_run < e->decode_steps) return true;
     e->decode_run = 0;
     return false;
@@ -148,16 +174,31 @@ static void admit(nb_engine *e)
 
 /* ---------------------------------------------------------------- batch */
 
-/* Puts the youngest running request behind index `keep` back into the queue. False when there is
- * none. */
+/* Where the youngest that holds pages begins, a search as a whole; n_running when there is none
+ * behind index `keep`. */
+static uint32_t find_youngest(const nb_engine *e, uint32_t keep, uint32_t *n)
+{
+    for (uint32_t i = e->n_running; i-- > keep + 1;) {
+        const nbi_beams *g = e->running[i]->beams;
+        if (g && g->state != NBI_BEAMS_SEARCHING) continue; /* its answers are being read */
+        *n = g ? g->width : 1;
+        return i + 1 - *n > keep ? i + 1 - *n : e->n_running;
+    }
+    return e->n_running;
+}
+
+/* Puts it back into the queue. False when there is none. */
 static bool preempt_youngest(nb_engine *e, uint32_t keep)
 {
-    if (e->n_running <= keep + 1) return false;
-    nb_request *r = e->running[--e->n_running];
-    nbi_request_drop_pages(e, r);
+    uint32_t n = 0, at = find_youngest(e, keep, &n);
+    if (at == e->n_running) return false;
+    nb_request *r = e->running[at];
+    for (uint32_t i = 0; i < n; i++) nbi_request_drop_pages(e, e->running[at + i]);
+    for (uint32_t i = at; i + n < e->n_running; i++) e->running[i] = e->running[i + n];
+    e->n_running -= n;
     pthread_mutex_lock(&e->lock);
     r->preempted = true;
-    nbi_queue_turn(e, r)->running--;
+    nbi_queue_turn(e, r)->running -= n;
     nbi_queue_push_front(e, r);
     e->stats.preemptions++;
     pthread_mutex_unlock(&e->lock);
@@ -186,9 +227,25 @@ static uint32_t ensure_pages(nb_engine *e, uint32_t i, uint32_t rows)
  * held to the logit rows that are left, and to what its reader can take. */
 static uint32_t rows_wanted(const nb_request *r, uint32_t budget, uint32_t logit_rows)
 {
-    uint32_t rows = min_u32(r->n_tokens - r->n_cached, budget);
+    uint32_t known = r->n_tokens - r->n_cached;
+    uint32_t rows = min_u32(r->beams ? known - 1 : known, budget); /* the last: with all beams */
     if (!r->sampling.prompt_logprobs || r->n_reported == r->n_prompt) return rows;
     return min_u32(rows, min_u32(logit_rows, NBI_PROMPT_EVENTS_MAX));
+}
+
+/* The next row of every beam, or of none: running[i] is the first member. */
+static void add_beams(nb_engine *e, uint32_t i)
+{
+    const nbi_beams *g = e->running[i]->beams;
+    if (g->state != NBI_BEAMS_SEARCHING) return;
+    for (uint32_t k = 0; k < g->width; k++) g->members[k]->rows = 0;
+    if (!nbi_beams_are_ready(g)) return;
+    for (uint32_t k = 0; k < g->width; k++) {
+        if (g->live[k] && !ensure_pages(e, i + k, 1)) return;
+    }
+    for (uint32_t k = 0; k < g->width; k++) {
+        if (g->live[k]) nbi_step_batch_add(&e->batch, g->members[k], 1);
+    }
 }
 
 /* Decode rows: the newest token and the drafts behind it, as far as pages and the reader's ring
@@ -197,6 +254,10 @@ static void add_decoding(nb_engine *e)
 {
     for (uint32_t i = 0; i < e->n_running; i++) {
         nb_request *r = e->running[i];
+        if (r->beams) {
+            if (r->beam == 0) add_beams(e, i);
+            continue;
+        }
         r->rows = 0;
         if (r->n_tokens - r->n_cached != 1) continue;
         if (r->n_drafts && !nbi_request_has_room(r, 1 + r->n_drafts)) r->n_drafts = 0;
@@ -206,11 +267,23 @@ static void add_decoding(nb_engine *e)
     }
 }
 
+/* False: the beam has nothing to compute for itself now. One that was put back takes what those
+ * before it have computed. */
+static bool start_beam(nb_engine *e, nb_request *r)
+{
+    if (nbi_beams_is_idle(r)) return false;
+    if (r->n_pages) return true;
+    if (nbi_beams_must_wait(r)) return false;
+    nbi_request_match_prefix(e, r);
+    return true;
+}
+
 static void add_prompts(nb_engine *e)
 {
     uint32_t budget = e->chunk_size;
     for (uint32_t i = 0; i < e->n_running && budget; i++) {
         nb_request *r = e->running[i];
+        if (r->beams && !start_beam(e, r)) continue;
         if (r->rows || r->n_tokens - r->n_cached == 1) continue;
         uint32_t left = e->batch.max_logit_rows - e->batch.view.n_logit_rows;
         uint32_t others = e->n_running - i - 1; /* each may still need one logit row */
@@ -245,18 +318,6 @@ static void build(nb_engine *e)
 
 /* ---------------------------------------------------------------- results */
 
-/* First guard code among a sequence's rows or its logit rows, 0 when all are fine. */
-static int32_t fault_of(const nbi_step_batch *b, uint32_t s)
-{
-    for (int32_t row = b->seq_first[s]; row < b->seq_first[s + 1]; row++) {
-        if (b->row_fault[row]) return b->row_fault[row];
-    }
-    for (uint32_t i = b->seq_logit[s]; i < b->seq_logit[s + 1]; i++) {
-        if (b->logit_fault[i]) return b->logit_fault[i];
-    }
-    return 0;
-}
-
 static nb_finish fail_numeric(nb_request *r, int32_t fault)
 {
     char what[160], why[NB_ERROR_TEXT_MAX];
@@ -284,7 +345,7 @@ static nb_finish deliver(nb_engine *e, uint32_t s)
 {
     nbi_step_batch *b = &e->batch;
     nb_request *r = b->seqs[s];
-    int32_t fault = fault_of(b, s);
+    int32_t fault = nbi_step_batch_fault(b, s);
     if (fault) return fail_numeric(r, fault);
     if (r->sampling.prompt_logprobs && !r->n_reported) nbi_request_put_prompt(r, 0, NULL);
     uint32_t confirmed = min_u32(r->rows, r->n_tokens - r->n_cached), drafts = 0;
@@ -325,6 +386,12 @@ static void deliver_all(nb_engine *e)
     for (uint32_t s = 0; s < b->view.n_seqs; s++) {
         nb_request *r = b->seqs[s];
         uint32_t tokens = r->n_tokens, cached = r->n_cached;
+        if (r->beams) {
+            if (r->count_as != NB_COUNT_NONE)
+                prompt += min_u32(cached + r->rows, r->n_prompt) - min_u32(cached, r->n_prompt);
+            generated += nbi_beams_deliver(e, b, s);
+            continue;
+        }
         nb_finish finish = deliver(e, s);
         uint32_t n = r->n_tokens - tokens;
         if (n) nbi_meter_tokens(e, r, n);
@@ -332,7 +399,7 @@ static void deliver_all(nb_engine *e)
         if (r->count_as != NB_COUNT_NONE)
             prompt += min_u32(r->n_cached, r->n_prompt) - min_u32(cached, r->n_prompt);
         if (finish == NB_FINISH_NONE) continue;
-        count_end(e, finish);
+        count_end(e, r, finish);
         retire(e, index_of(e, r));
         b->seqs[s] = NULL;
     }
@@ -341,6 +408,20 @@ static void deliver_all(nb_engine *e)
     e->stats.prompt_tokens += prompt;
     e->stats.generated_tokens += generated;
     pthread_mutex_unlock(&e->lock);
+}
+
+/* Answers of searches that are over go out as far as their readers take them. */
+static void show_beams(nb_engine *e)
+{
+    for (uint32_t i = 0; i < e->n_running;) {
+        nb_request *r = e->running[i];
+        if (!r->beams || !nbi_beams_show(e, r)) {
+            i++;
+            continue;
+        }
+        count_end(e, r, r->finish);
+        retire(e, i);
+    }
 }
 
 /* What runs and is used: known before anybody hears of the step. */
@@ -397,6 +478,7 @@ nb_status nbi_engine_step_once(nb_engine *e, bool *worked, nb_error *err)
     uint64_t now_ns = nbi_now_ns();
     reap_running(e, now_ns);
     reap_waiting(e, now_ns);
+    show_beams(e);
     if (e->notified) publish(e);
     nbi_engine_after_step(e); /* what was cancelled need not wait for this step */
     form_batch(e);

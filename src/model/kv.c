@@ -80,3 +80,23 @@ void nbi_kv_destroy(nbi_kv *kv, nbi_backend *b)
     nbi_free(kv->layers);
     *kv = (nbi_kv){0};
 }
+
+static void copy_page(nbi_backend *b, void *buffer, size_t page_bytes, int32_t from, int32_t to)
+{
+    char *base = buffer;
+    if (!base || !page_bytes) return;
+    b->ops->copy(b, base + (size_t)to * page_bytes, base + (size_t)from * page_bytes, page_bytes);
+}
+
+void nbi_kv_copy_page(nbi_kv *kv, nbi_backend *b, const nbi_config *c, int32_t from, int32_t to)
+{
+    const size_t unit = dtype_bytes(kv->dtype) * NBI_PAGE_TOKENS;
+    for (uint32_t l = 0; l < kv->n_layers; l++) {
+        const nbi_kv_layer *layer = &kv->layers[l];
+        size_t index, values = layer_values(c, l, &index);
+        copy_page(b, layer->latent, values * unit, from, to);
+        copy_page(b, layer->k, values / 2 * unit, from, to);
+        copy_page(b, layer->v, values / 2 * unit, from, to);
+        copy_page(b, layer->index_k, index * unit, from, to);
+    }
+}

@@ -55,6 +55,9 @@ size_t nbi_kv_page_bytes(const nbi_config *config, nbi_dtype dtype); /* one page
 nb_status nbi_kv_create(nbi_kv *out, nbi_backend *b, const nbi_config *config, nbi_dtype dtype,
                         uint32_t n_pages, nb_error *err);
 void nbi_kv_destroy(nbi_kv *kv, nbi_backend *b);
+/* Page `to` becomes what page `from` is, in every layer. Between steps. */
+void nbi_kv_copy_page(nbi_kv *kv, nbi_backend *b, const nbi_config *config, int32_t from,
+                      int32_t to);
 
 /* ---- forward */
 size_t nbi_model_workspace_bytes(const nbi_model *model, uint32_t max_rows, uint32_t max_seqs,

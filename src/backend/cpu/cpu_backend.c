@@ -148,6 +148,7 @@ const nbi_backend_ops nbi_cpu_ops = {
     .release = cpu_release,
     .upload = cpu_copy,
     .download = cpu_copy,
+    .copy = cpu_copy,
     .weight_prepare = nbi_cpu_weight_prepare,
     .weight_release = nbi_cpu_weight_release,
     .workspace_bytes = cpu_workspace_bytes,

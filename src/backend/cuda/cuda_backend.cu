@@ -155,6 +155,12 @@ static void cuda_download(nbi_backend *b, void *dst, const void *src, size_t byt
     }
 }
 
+static void cuda_copy(nbi_backend *b, void *dst, const void *src, size_t bytes)
+{
+    nbi_cuda_flush(nbi_cuda_of(b));
+    nbi_rt_copy(&nbi_cuda_of(b)->rt, dst, src, bytes);
+}
+
 /* ---------------------------------------------------------------- reserve */
 
 /* A batch's arrays in one block, each at a multiple of 16 bytes: sizes with base NULL, lays out
@@ -372,6 +378,7 @@ const nbi_backend_ops nbi_cuda_ops = {
     .release = cuda_release,
     .upload = cuda_upload,
     .download = cuda_download,
+    .copy = cuda_copy,
     .weight_prepare = nbi_cuda_weight_prepare,
     .weight_release = nbi_cuda_weight_release,
     .workspace_bytes = cuda_workspace_bytes,

@@ -141,6 +141,13 @@ void nbi_rt_download(nbi_rt *rt, void *dst, const void *src, size_t bytes)
        cudaMemcpyAsync(dst, src, bytes, cudaMemcpyDeviceToHost, rt->stream));
 }
 
+void nbi_rt_copy(nbi_rt *rt, void *dst, const void *src, size_t bytes)
+{
+    if (rt->error[0] || !bytes) return;
+    ok(rt, "copy on the device",
+       cudaMemcpyAsync(dst, src, bytes, cudaMemcpyDeviceToDevice, rt->stream));
+}
+
 void nbi_rt_zero(nbi_rt *rt, void *dst, size_t bytes)
 {
     if (rt->error[0] || !bytes) return;

@@ -57,6 +57,7 @@ bool nbi_rt_memory(nbi_rt *rt, size_t *free_bytes, size_t *total_bytes);
 void nbi_rt_upload(nbi_rt *rt, void *dst, const void *src, size_t bytes);
 void nbi_rt_download(nbi_rt *rt, void *dst, const void *src, size_t bytes);
 void nbi_rt_zero(nbi_rt *rt, void *dst, size_t bytes);
+void nbi_rt_copy(nbi_rt *rt, void *dst, const void *src, size_t bytes); /* device to device */
 
 /* Notes a place in the stream, outside of recordings, and waits until the stream is past it. A mark
  * that was never set does not wait. */

@@ -79,6 +79,11 @@ void nbi_rt_download(nbi_rt *rt, void *dst, const void *src, size_t bytes)
     now_or_later(rt, [=] { memcpy(dst, src, bytes); });
 }
 
+void nbi_rt_copy(nbi_rt *rt, void *dst, const void *src, size_t bytes)
+{
+    now_or_later(rt, [=] { memcpy(dst, src, bytes); });
+}
+
 void nbi_rt_zero(nbi_rt *rt, void *dst, size_t bytes)
 {
     now_or_later(rt, [=] { memset(dst, 0, bytes); });
