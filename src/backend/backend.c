@@ -21,7 +21,7 @@ static void assert_complete(const nbi_backend_ops *ops)
     HAS(step_begin), HAS(step_end);
     HAS(embed), HAS(rope_table), HAS(rmsnorm), HAS(linear), HAS(swiglu), HAS(gather), HAS(add);
     HAS(mla_append), HAS(mla_attend), HAS(gqa_append), HAS(gqa_attend);
-    HAS(index_append), HAS(index_select), HAS(route), HAS(sample), HAS(sync);
+    HAS(index_append), HAS(index_select), HAS(index_reuse), HAS(route), HAS(sample), HAS(sync);
 #undef HAS
 }
 

@@ -60,6 +60,7 @@ typedef struct nbi_batch {
     const int32_t *page_table;  /* [S][page_stride] page of every 64 positions */
     const int32_t *logit_rows;  /* [R] rows whose logits are wanted */
     const int32_t *hidden_rows; /* [T] drafting: row of the pass before to continue; else NULL */
+    const int32_t *list_rows;   /* [T] drafting: row of the first pass it goes back to; else NULL */
     int32_t *row_fault;         /* [T] out: numerics guard, zero when fine */
 } nbi_batch;
 
@@ -213,6 +214,16 @@ typedef struct nbi_index_select_args {
     void *workspace;
 } nbi_index_select_args;
 
+/* Index lists of an earlier pass: select[t] = from[list_rows[t]]. Places that are free there, since
+ * that row had fewer positions than topk, take those up to pos[t]: place i position i. `from` NULL:
+ * all are free. */
+typedef struct nbi_index_reuse_args {
+    int32_t *select;     /* [T, topk] as of index_select */
+    const int32_t *from; /* [rows of the first pass, topk] */
+    uint32_t topk;
+    const nbi_batch *batch;
+} nbi_index_reuse_args;
+
 /* Routing. score = sigmoid or softmax(logits); choice = score + bias; with groups: group score =
  * sum of its two largest choices, keep topk_group groups. ids: top_k by choice, ties to the lower
  * id, in descending order of choice. weights = score at ids; norm_topk divides by their sum (+
@@ -362,6 +373,7 @@ typedef struct nbi_backend_ops {
     void (*gqa_attend)(nbi_backend *b, const nbi_gqa_attend_args *a);
     void (*index_append)(nbi_backend *b, const nbi_index_append_args *a);
     void (*index_select)(nbi_backend *b, const nbi_index_select_args *a);
+    void (*index_reuse)(nbi_backend *b, const nbi_index_reuse_args *a);
     void (*route)(nbi_backend *b, const nbi_route_args *a);
     void (*gather)(nbi_backend *b, const nbi_gather_args *a);
     void (*add)(nbi_backend *b, const nbi_add_args *a);

@@ -16,6 +16,7 @@ static size_t carve(nbi_step_batch *b, char *base)
         {&b->row_seq, T * i32},
         {&b->row_fault, T * i32},
         {&b->hidden_rows, T * i32},
+        {&b->list_rows, T * i32},
         {&b->last_row, S * sizeof(uint32_t)},
         {&b->seq_first, (S + 1) * i32},
         {&b->seq_len, S * i32},

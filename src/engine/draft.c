@@ -31,10 +31,17 @@ static uint32_t drafts_for(const nb_engine *e, const nb_request *r)
     return k;
 }
 
-/* Adds rows [from, from + rows) of the request as the MTP layer sees them. `hidden` is the hidden
- * row of the first. */
+static void clear(nbi_step_batch *b)
+{
+    nbi_step_batch_clear(b);
+    b->view.hidden_rows = b->hidden_rows;
+    b->view.list_rows = b->list_rows;
+}
+
+/* Adds rows [from, from + rows) of the request as the MTP layer sees them. `hidden` and `list` are
+ * the hidden row and the list row of the first. */
 static void add_rows(nbi_step_batch *b, nb_request *r, uint32_t from, uint32_t rows,
-                     uint32_t hidden, bool wants_logits)
+                     uint32_t hidden, uint32_t list, bool wants_logits)
 {
     uint32_t s = b->view.n_seqs++, first = b->view.n_rows;
     for (uint32_t i = 0; i < rows; i++) {
@@ -44,6 +51,7 @@ static void add_rows(nbi_step_batch *b, nb_request *r, uint32_t from, uint32_t r
         b->row_seq[row] = (int32_t)s;
         b->row_fault[row] = 0;
         b->hidden_rows[row] = (int32_t)(hidden + i);
+        b->list_rows[row] = (int32_t)(list + i);
     }
     for (uint32_t i = 0; i < r->n_pages; i++)
         b->page_table[(size_t)s * b->page_stride + i] = r->pages[i];
@@ -83,7 +91,7 @@ static nb_status run(nb_engine *e, bool from_draft, nb_error *err)
 {
     nbi_step_batch *b = &e->drafting;
     float *logits;
-    NB_TRY(nbi_model_draft(e->model, &e->kv, &b->view, b->hidden_rows, from_draft, &logits, err));
+    NB_TRY(nbi_model_draft(e->model, &e->kv, &b->view, from_draft, &logits, err));
     if (b->view.n_logit_rows) NB_TRY(nbi_engine_sample(e, b, logits, err));
     b->seq_logit[b->view.n_seqs] = b->view.n_logit_rows;
     for (uint32_t s = 0; s < b->view.n_seqs; s++) {
@@ -107,7 +115,7 @@ static void add_confirmed(nb_engine *e, const nbi_step_batch *main)
         r->drafts_wanted = decodes ? drafts_for(e, r) : 0;
         if (rows)
             add_rows(&e->drafting, r, from, rows, (uint32_t)main->seq_first[s],
-                     r->drafts_wanted > 0);
+                     e->drafting.view.n_rows, r->drafts_wanted > 0);
     }
 }
 
@@ -117,19 +125,20 @@ static void add_continuing(nbi_step_batch *b, uint32_t j)
 {
     uint32_t n = b->view.n_seqs;
     for (uint32_t s = 0; s < n; s++) b->last_row[s] = (uint32_t)b->seq_first[s + 1] - 1;
-    nbi_step_batch_clear(b);
+    clear(b);
     for (uint32_t s = 0; s < n; s++) { /* seqs[] is rewritten in place, never ahead of s */
         nb_request *r = b->seqs[s];
         uint32_t position = r->n_cached + j - 1;
         if (r->n_drafts != j || r->drafts_wanted <= j || position >= r->n_pages * NBI_PAGE_TOKENS)
             continue;
-        add_rows(b, r, position, 1, b->last_row[s], true);
+        uint32_t last = b->last_row[s]; /* not before the row being added: still as it was */
+        add_rows(b, r, position, 1, last, (uint32_t)b->list_rows[last], true);
     }
 }
 
 nb_status nbi_engine_draft(nb_engine *e, nb_error *err)
 {
-    nbi_step_batch_clear(&e->drafting);
+    clear(&e->drafting);
     add_confirmed(e, &e->batch);
     for (uint32_t j = 1; e->drafting.view.n_rows; j++) {
         NB_TRY(run(e, j > 1, err));

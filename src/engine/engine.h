@@ -134,10 +134,10 @@ typedef struct nbi_step_batch {
     nbi_batch view;
     int32_t *ids, *pos, *row_seq, *seq_first, *seq_len, *page_table, *logit_rows, *row_fault,
         *logit_fault;
-    int32_t *hidden_rows; /* drafting: [n_rows] */
-    uint32_t *last_row;   /* drafting: [n_seqs] last row of each request in the pass before */
-    uint32_t *seq_logit;  /* [n_seqs + 1] first logit row of each sequence */
-    nb_request **seqs;    /* [n_seqs]; NULL once it has ended */
+    int32_t *hidden_rows, *list_rows; /* drafting: [n_rows], as in nbi_batch */
+    uint32_t *last_row;  /* drafting: [n_seqs] last row of each request in the pass before */
+    uint32_t *seq_logit; /* [n_seqs + 1] first logit row of each sequence */
+    nb_request **seqs;   /* [n_seqs]; NULL once it has ended */
     nbi_sample_row *sample_rows; /* [n_logit_rows] */
     nbi_sample_out *sample_out;
     void *block;

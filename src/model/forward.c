@@ -16,6 +16,12 @@ static size_t max_size(size_t a, size_t b)
     return a > b ? a : b;
 }
 
+/* Draft passes behind the first take its index lists. */
+static bool shares_lists(const nbi_model *m)
+{
+    return m->can_draft && m->config.has_indexer && m->config.index_share_mtp;
+}
+
 /* Sizes with base NULL, lays out otherwise. T rows, R logit rows. */
 static size_t carve(nbi_workspace *ws, const nbi_model *m, uint32_t T, uint32_t R, char *base)
 {
@@ -61,6 +67,7 @@ static size_t carve(nbi_workspace *ws, const nbi_model *m, uint32_t T, uint32_t 
         {&ws->cos, T * (c->rope.dim / 2) * f32},
         {&ws->sin, T * (c->rope.dim / 2) * f32},
         {&ws->hidden, m->can_draft ? T * c->hidden * act : 0},
+        {&ws->draft_select, shares_lists(m) ? R * c->index_topk * i32 : 0},
         {&ws->draft_hidden, m->can_draft ? T * c->hidden * act : 0},
         {&ws->pair, m->can_draft ? T * 2 * c->hidden * act : 0},
     };
@@ -136,6 +143,8 @@ typedef struct step {
     const nbi_batch *batch;
     nbi_rope_rows rope, index_rope;
     bool has_delta;
+    bool reuse;       /* index lists are those of the first draft pass, */
+    bool from_listed; /* which has left them in ws->select */
 } step;
 
 static void linear_f(step *s, void *y, const void *x, const nbi_weight *w, const float *bias,
@@ -262,8 +271,16 @@ static void mla(step *s, const nbi_layer *layer, const nbi_kv_layer *cache)
                                                        .rope = &s->rope,
                                                        .cache = cache,
                                                        .batch = s->batch});
-    if (layer->full_indexer) index_positions(s, &layer->indexer, cache, q_in);
     bool sparse = c->has_indexer && s->batch->max_len > c->index_topk;
+    if (s->reuse && sparse)
+        s->b->ops->index_reuse(s->b,
+                               &(nbi_index_reuse_args){.select = ws->draft_select,
+                                                       .from = s->from_listed ? ws->select : NULL,
+                                                       .topk = c->index_topk,
+                                                       .batch = s->batch});
+    else if (layer->full_indexer && !s->reuse)
+        index_positions(s, &layer->indexer, cache, q_in);
+    const int32_t *select = !sparse ? NULL : s->reuse ? ws->draft_select : ws->select;
     s->b->ops->mla_attend(s->b, &(nbi_mla_attend_args){.out = ws->attn,
                                                        .q = ws->q,
                                                        .kv_b = w->kv_b,
@@ -274,7 +291,7 @@ static void mla(step *s, const nbi_layer *layer, const nbi_kv_layer *cache)
                                                        .v_dim = c->v_dim,
                                                        .scale = c->softmax_scale,
                                                        .cache = cache,
-                                                       .select = sparse ? ws->select : NULL,
+                                                       .select = select,
                                                        .select_stride = c->index_topk,
                                                        .batch = s->batch});
     linear(s, ws->delta, ws->attn, w->o, w->o_bias);
@@ -401,7 +418,7 @@ static void head_rows(step *s, const float *norm, void *normed)
 }
 
 /* Lists of operator calls that a backend may record (nbi_backend_ops.step_begin). */
-enum { PASS_FORWARD, PASS_DRAFT, PASS_DRAFT_AGAIN };
+enum { PASS_FORWARD, PASS_DRAFT, PASS_DRAFT_AGAIN, PASS_DRAFT_AGAIN_LISTED };
 
 /* False: the backend repeats what it recorded, no operator is to be called. */
 static bool begin(step *s, nbi_model *m, const nbi_batch *batch, uint32_t pass)
@@ -477,16 +494,22 @@ static void run_draft(step *s, const nbi_kv *kv, bool from_draft)
     head_rows(s, m->mtp.head_norm, m->ws.draft_hidden);
 }
 
-nb_status nbi_model_draft(nbi_model *m, nbi_kv *kv, const nbi_batch *batch,
-                          const int32_t *hidden_rows, bool from_draft, float **logits,
-                          nb_error *err)
+nb_status nbi_model_draft(nbi_model *m, nbi_kv *kv, const nbi_batch *batch, bool from_draft,
+                          float **logits, nb_error *err)
 {
     NB_ASSERT(m->can_draft);
-    nbi_batch with = *batch;
-    with.hidden_rows = hidden_rows;
+    uint32_t pass = !from_draft       ? PASS_DRAFT
+                    : m->draft_listed ? PASS_DRAFT_AGAIN_LISTED
+                                      : PASS_DRAFT_AGAIN;
     step s;
-    if (begin(&s, m, &with, from_draft ? PASS_DRAFT_AGAIN : PASS_DRAFT))
-        run_draft(&s, kv, from_draft);
+    bool run = begin(&s, m, batch, pass);
+    if (shares_lists(m)) {
+        NB_ASSERT(!from_draft || batch->n_rows <= m->ws.max_logit_rows);
+        s.reuse = from_draft;
+        s.from_listed = m->draft_listed;
+        if (!from_draft) m->draft_listed = s.batch->max_len > m->config.index_topk;
+    }
+    if (run) run_draft(&s, kv, from_draft);
     *logits = m->ws.logits;
     return m->b->ops->step_end(m->b, err);
 }

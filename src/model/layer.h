@@ -77,6 +77,7 @@ typedef struct nbi_workspace {
     void *index_q, *index_k;       /* [T, index_heads * index_dim], [T, index_dim] */
     float *index_w;                /* [T, index_heads] */
     int32_t *select;               /* [T, index_topk] */
+    int32_t *draft_select;         /* drafting with shared lists: [R, index_topk] */
     void *gate, *up;               /* [T, widest dense or shared MLP] */
     float *router_logits;          /* [T, E] */
     int32_t *expert_ids;           /* [T, top_k] */
@@ -107,6 +108,7 @@ struct nbi_model {
     uint32_t n_layers;                /* main stack */
     bool has_mtp;                     /* the files hold the layer */
     bool can_draft;    /* and it was asked for: cache and workspace have room for it */
+    bool draft_listed; /* the last draft pass behind a forward has left lists in ws.select */
     nbi_layer *layers; /* [n_layers + has_mtp] */
     nbi_mtp_weights mtp;
     nbi_weight *embed, *head; /* [V, H]; the same object when tied */

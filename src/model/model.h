@@ -78,11 +78,14 @@ void nbi_model_read_logits(const nbi_model *model, float *out, const float *logi
  * i holds token ids[i] behind the position pos[i] whose final hidden state is hidden row
  * hidden_rows[i] of the last forward (`from_draft` false) or of the last draft pass (true). It
  * appends to the MTP layer's cache at pos[i], and leaves logits of what follows ids[i]. Source:
- * DeepSeek-V3 (arXiv 2412.19437), section 2.2. */
+ * DeepSeek-V3 (arXiv 2412.19437), section 2.2.
+ *
+ * Where the configuration shares index lists between draft steps, a row of a pass with `from_draft`
+ * attends to the positions that row list_rows[i] of the last pass without it has chosen, and leaves
+ * no index key: drafts that turn out right pass by again. */
 bool nbi_model_can_draft(const nbi_model *model);
-nb_status nbi_model_draft(nbi_model *model, nbi_kv *kv, const nbi_batch *batch,
-                          const int32_t *hidden_rows, bool from_draft, float **logits,
-                          nb_error *err);
+nb_status nbi_model_draft(nbi_model *model, nbi_kv *kv, const nbi_batch *batch, bool from_draft,
+                          float **logits, nb_error *err);
 
 /* Sentence for a guard code of nbi_batch.row_fault: "layer 3, post-attention norm: non-finite
  * value". */

@@ -264,6 +264,49 @@ static void test_append(void **state)
     for (int i = 0; i < 4; i++) check_append(i & 1 ? NBI_BF16 : NBI_F32, i & 2);
 }
 
+/* Lists of an earlier pass, against the plain loop of the CPU. */
+static void test_reuse(void **state)
+{
+    (void)state;
+    enum { T = 5, K = 700, FIRST = 3 };
+    static const uint32_t lengths[T] = {1, 100, 700, 701, 5000}, rows[T] = {1, 1, 1, 1, 1};
+    static const int32_t list_rows[T] = {0, 0, 2, 1, 1};
+    index_data d;
+    ix_make(&d, &(index_case){1, 32, 8, K, NBI_BF16, true}, lengths, rows, T);
+    const nbi_limits limits = ix_limits(&d);
+    static int32_t from[FIRST][K], expected[T][K];
+    for (int i = 0; i < K; i++) {
+        from[0][i] = i < 98 ? i : -1;
+        from[1][i] = 7 * i;
+        from[2][i] = i < 699 ? i : -1;
+    }
+    nbi_batch b = d.batch.b;
+    b.list_rows = list_rows;
+    nbi_cpu *cpu = op_open(NBI_CPU_REFERENCE, 1, NULL);
+    nbi_backend *g = gpu_open(&limits);
+    gpu_buffer lists = gpu_bytes(g, from, sizeof from), sel = gpu_poisoned(g, sizeof expected);
+    for (int listed = 0; listed < 2; listed++) {
+        cpu->base.ops->index_reuse(&cpu->base,
+                                   &(nbi_index_reuse_args){.select = &expected[0][0],
+                                                           .from = listed ? &from[0][0] : NULL,
+                                                           .topk = K,
+                                                           .batch = &b});
+        g->ops->index_reuse(g, &(nbi_index_reuse_args){.select = sel.p,
+                                                       .from = listed ? lists.p : NULL,
+                                                       .topk = K,
+                                                       .batch = gpu_step(g, &b)});
+        gpu_step_end(g);
+        int32_t *got = gpu_read(&sel);
+        assert_memory_equal(got, expected, sizeof expected);
+        free(got);
+    }
+    gpu_free(&lists);
+    gpu_free(&sel);
+    gpu_close(g);
+    op_close(cpu);
+    ix_free(&d);
+}
+
 /* ---------------------------------------------------------------- speed */
 
 typedef struct bench_run {
@@ -327,7 +370,7 @@ int main(int argc, char **argv)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_shapes),       cmocka_unit_test(test_ties),
         cmocka_unit_test(test_long_context), cmocka_unit_test(test_bits),
-        cmocka_unit_test(test_append),
+        cmocka_unit_test(test_append),       cmocka_unit_test(test_reuse),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

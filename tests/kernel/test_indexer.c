@@ -287,6 +287,29 @@ static void test_append(void **state)
 
 /* ---------------------------------------------------------------- speed */
 
+/* Lists of an earlier pass: taken by row; free places grow up to the row's own position. */
+static void test_reuse(void **state)
+{
+    (void)state;
+    static const int32_t from[3][4] = {{0, 1, -1, -1}, {2, 5, 7, 9}, {0, 1, 2, 3}};
+    static const int32_t rows[] = {1, 0, 0, 0, 2}, pos[] = {12, 2, 3, 7, 4};
+    static const int32_t listed[5][4] = {
+        {2, 5, 7, 9}, {0, 1, 2, -1}, {0, 1, 2, 3}, {0, 1, 2, 3}, {0, 1, 2, 3}};
+    static const int32_t unlisted[5][4] = {
+        {0, 1, 2, 3}, {0, 1, 2, -1}, {0, 1, 2, 3}, {0, 1, 2, 3}, {0, 1, 2, 3}};
+    const nbi_batch b = {.n_rows = 5, .pos = pos, .list_rows = rows};
+    nbi_cpu *cpu = op_open(NBI_CPU_REFERENCE, 1, NULL);
+    int32_t *out = op_alloc(sizeof listed);
+    nbi_index_reuse_args a = {.select = out, .from = &from[0][0], .topk = 4, .batch = &b};
+    cpu->base.ops->index_reuse(&cpu->base, &a);
+    assert_memory_equal(out, listed, sizeof listed);
+    a.from = NULL;
+    cpu->base.ops->index_reuse(&cpu->base, &a);
+    assert_memory_equal(out, unlisted, sizeof unlisted);
+    op_free(out);
+    op_close(cpu);
+}
+
 typedef struct bench_run {
     nbi_cpu *cpu;
     index_data *d;
@@ -347,6 +370,7 @@ int main(int argc, char **argv)
         cmocka_unit_test(test_shapes), cmocka_unit_test(test_rotation_kind_matters),
         cmocka_unit_test(test_ties),   cmocka_unit_test(test_long_context),
         cmocka_unit_test(test_bits),   cmocka_unit_test(test_append),
+        cmocka_unit_test(test_reuse),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

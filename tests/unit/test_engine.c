@@ -275,6 +275,64 @@ static void drafts_of_the_embedded_model_are_good(void **state)
     assert_memory_equal(plain, drafted, n_plain * sizeof(int32_t));
 }
 
+/* Drafts are those that a request gets alone, also behind more context than the indexer keeps
+ * (256), where later drafts take the first one's positions. */
+static void neighbours_change_no_draft(void **state)
+{
+    (void)state;
+    enum { N = 3, TOKENS = 48 };
+    static const char *const texts[N] = {"Once upon a time there was a small house by the sea. ",
+                                         "1, 2, 3, 4, 5, 6, 7, 8, 9, 10, ", "for i in range(10): "};
+    static const int repeats[N] = {24, 30, 4};
+    nb_engine_options o;
+    nb_error err = {0};
+    nb_engine *e = NULL;
+    nb_engine_options_default(&o);
+    o.model_dir = NBI_TEST_SOURCE_DIR "/models/glm5-tiny";
+    o.max_context = 1024;
+    o.disable_prefix_cache = true;
+    o.speculative_algorithm = "mtp";
+    if (nb_engine_open(&e, &o, &err) != NB_OK) fail_msg("%s", err.text);
+    nb_engine_stats before, stats[2] = {0};
+    int32_t ids[MAX_TOKENS];
+    for (int together = 0; together < 2; together++) {
+        nb_request *r[N];
+        nb_finish finish;
+        nb_engine_get_stats(e, &before);
+        for (int k = 0; k < N; k++) {
+            char text[2000] = "";
+            for (int i = 0; i < repeats[k]; i++) strcat(text, texts[k]);
+            nb_request_options ro = {0};
+            int32_t *prompt = NULL;
+            nb_status st =
+                nb_tokenize(e, text, strlen(text), false, 0, &prompt, &ro.n_prompt, NULL);
+            assert_int_equal(st, NB_OK);
+            assert_true((ro.n_prompt > 256) == (repeats[k] > 4));
+            ro.prompt = prompt;
+            nb_sampling_default(e, &ro.sampling);
+            ro.sampling.temperature = 0;
+            ro.sampling.max_tokens = TOKENS;
+            ro.sampling.ignore_eos = true;
+            assert_int_equal(nb_request_submit(&r[k], e, &ro, NULL), NB_OK);
+            nb_free(prompt);
+            if (!together) drain(e, r[k], ids, &finish);
+        }
+        for (int k = 0; k < N; k++) {
+            if (together) drain(e, r[k], ids, &finish);
+            nb_request_close(&r[k]);
+        }
+        nb_engine_get_stats(e, &stats[together]);
+        stats[together].draft_tokens -= before.draft_tokens;
+        for (int i = 0; i < NB_DRAFTS_MAX; i++)
+            stats[together].draft_accepted_at[i] -= before.draft_accepted_at[i];
+    }
+    assert_true(stats[0].draft_accepted_at[2] > 0);
+    assert_int_equal(stats[0].draft_tokens, stats[1].draft_tokens);
+    assert_memory_equal(stats[0].draft_accepted_at, stats[1].draft_accepted_at,
+                        sizeof stats[0].draft_accepted_at);
+    nb_engine_close(&e);
+}
+
 static void a_slow_reader_holds_only_itself(void **state)
 {
     (void)state;
@@ -751,6 +809,7 @@ int main(void)
         cmocka_unit_test(a_cached_prefix_changes_no_token),
         cmocka_unit_test(drafting_changes_no_token),
         cmocka_unit_test(drafts_of_the_embedded_model_are_good),
+        cmocka_unit_test(neighbours_change_no_draft),
         cmocka_unit_test(a_slow_reader_holds_only_itself),
         cmocka_unit_test(cancel_frees_pages_in_one_step),
         cmocka_unit_test(bad_requests_name_the_field),

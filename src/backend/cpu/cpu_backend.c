@@ -166,6 +166,7 @@ const nbi_backend_ops nbi_cpu_ops = {
     .gqa_attend = nbi_cpu_gqa_attend,
     .index_append = nbi_cpu_index_append,
     .index_select = nbi_cpu_index_select,
+    .index_reuse = nbi_cpu_index_reuse,
     .route = nbi_cpu_route,
     .gather = nbi_cpu_gather,
     .add = nbi_cpu_add,

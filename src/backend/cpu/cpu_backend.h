@@ -56,6 +56,7 @@ void nbi_cpu_gqa_append(nbi_backend *b, const nbi_gqa_append_args *a);
 void nbi_cpu_gqa_attend(nbi_backend *b, const nbi_gqa_attend_args *a);
 void nbi_cpu_index_append(nbi_backend *b, const nbi_index_append_args *a);
 void nbi_cpu_index_select(nbi_backend *b, const nbi_index_select_args *a);
+void nbi_cpu_index_reuse(nbi_backend *b, const nbi_index_reuse_args *a);
 /* Also covers `sample`. The CPU uses this memory, made by `reserve`, and not the `workspace` member
  * of an operator's arguments. */
 size_t nbi_cpu_attention_workspace(const nbi_cpu *cpu, const nbi_limits *limits);

@@ -1,4 +1,4 @@
-/* DSA lightning indexer: append keys; score all visible keys and choose the topk.
+/* DSA lightning indexer: append keys; score all visible keys and choose the topk; reuse a choice.
  *
  * Callers: the table in cpu.c.
  * Invariants: a row's scores are computed in blocks of INDEX_BLOCK positions counted from 0 and
@@ -230,5 +230,21 @@ void nbi_cpu_index_select(nbi_backend *b, const nbi_index_select_args *a)
         x.stride = x.blocks * INDEX_BLOCK;
         if (x.blocks) nbi_pool_run(cpu->pool, score_task, &x, x.n_rows * x.blocks, 1);
         nbi_pool_run(cpu->pool, select_task, &x, x.n_rows, 1);
+    }
+}
+
+/* ---------------------------------------------------------------- lists of an earlier pass */
+
+void nbi_cpu_index_reuse(nbi_backend *b, const nbi_index_reuse_args *a)
+{
+    (void)b;
+    const uint32_t K = a->topk;
+    for (uint32_t t = 0; t < a->batch->n_rows; t++) {
+        const int32_t *from = a->from ? a->from + (size_t)a->batch->list_rows[t] * K : NULL;
+        int32_t *out = a->select + (size_t)t * K;
+        for (uint32_t i = 0; i < K; i++) {
+            const int32_t at = from ? from[i] : -1;
+            out[i] = at >= 0 ? at : (int32_t)i <= a->batch->pos[t] ? (int32_t)i : -1;
+        }
     }
 }

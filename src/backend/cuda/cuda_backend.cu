@@ -175,6 +175,7 @@ static size_t pack_batch(nbi_batch *out, const nbi_batch *in, char *base)
                  {&out->pos, T},
                  {&out->row_seq, T},
                  {&out->hidden_rows, T},
+                 {&out->list_rows, T},
                  {&out->logit_rows, R},
                  {&out->seq_first, S + 1},
                  {&out->seq_len, S},
@@ -261,6 +262,7 @@ static size_t place_batch(nbi_cuda *c, const nbi_batch *in)
     memcpy(const_cast<int32_t *>(host.pos), in->pos, T * i32);
     memcpy(const_cast<int32_t *>(host.row_seq), in->row_seq, T * i32);
     if (in->hidden_rows) memcpy(const_cast<int32_t *>(host.hidden_rows), in->hidden_rows, T * i32);
+    if (in->list_rows) memcpy(const_cast<int32_t *>(host.list_rows), in->list_rows, T * i32);
     if (R) memcpy(const_cast<int32_t *>(host.logit_rows), in->logit_rows, R * i32);
     memcpy(const_cast<int32_t *>(host.seq_first), in->seq_first, (S + 1) * i32);
     memcpy(const_cast<int32_t *>(host.seq_len), in->seq_len, S * i32);
@@ -361,6 +363,7 @@ FLUSH(gqa_append)
 FLUSH(gqa_attend)
 FLUSH(index_append)
 FLUSH(index_select)
+FLUSH(index_reuse)
 FLUSH(route)
 FLUSH(gather)
 FLUSH(add)
@@ -396,6 +399,7 @@ const nbi_backend_ops nbi_cuda_ops = {
     .gqa_attend = flush_gqa_attend,
     .index_append = flush_index_append,
     .index_select = flush_index_select,
+    .index_reuse = flush_index_reuse,
     .route = flush_route,
     .gather = flush_gather,
     .add = flush_add,

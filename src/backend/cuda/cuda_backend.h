@@ -119,6 +119,7 @@ void nbi_cuda_gqa_attend(nbi_backend *b, const nbi_gqa_attend_args *a);
 /* indexer.cu */
 void nbi_cuda_index_append(nbi_backend *b, const nbi_index_append_args *a);
 void nbi_cuda_index_select(nbi_backend *b, const nbi_index_select_args *a);
+void nbi_cuda_index_reuse(nbi_backend *b, const nbi_index_reuse_args *a);
 /* bandwidth.cu */
 double nbi_cuda_read_bandwidth(nbi_backend *b, void *memory, size_t bytes);
 /* route.cu, sample.cu */

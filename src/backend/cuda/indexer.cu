@@ -485,3 +485,35 @@ void nbi_cuda_index_select(nbi_backend *b, const nbi_index_select_args *args)
         select_rows(c, &a, args->cache->dtype == NBI_BF16);
     }
 }
+
+/* ---------------------------------------------------------------- lists of an earlier pass */
+
+struct index_reuse {
+    int32_t *select;
+    const int32_t *from, *list_rows, *pos;
+    uint32_t topk;
+};
+
+/* A block per row. */
+static __global__ void index_reuse_kernel(index_reuse a)
+{
+    nbi_wait_before();
+    nbi_let_next();
+    const uint32_t t = blockIdx.x;
+    const int32_t *from = a.from ? a.from + (size_t)a.list_rows[t] * a.topk : nullptr;
+    int32_t *out = a.select + (size_t)t * a.topk;
+    for (uint32_t i = threadIdx.x; i < a.topk; i += CHOOSE) {
+        const int32_t at = from ? from[i] : -1;
+        out[i] = at >= 0 ? at : (int32_t)i <= a.pos[t] ? (int32_t)i : -1;
+    }
+}
+
+void nbi_cuda_index_reuse(nbi_backend *b, const nbi_index_reuse_args *args)
+{
+    nbi_cuda *c = nbi_cuda_of(b);
+    const uint32_t T = args->batch->n_rows;
+    if (!T) return;
+    const index_reuse a = {args->select, args->from, args->batch->list_rows, args->batch->pos,
+                           args->topk};
+    nbi_launch(&c->rt, dim3(T), dim3(CHOOSE), 0, index_reuse_kernel, a);
+}
