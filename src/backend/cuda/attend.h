@@ -155,6 +155,12 @@ NBI_DEV float nbi_attend_merged(const nbi_attend_fold &f, float o, float more)
  * when the shape is not theirs. */
 bool nbi_cuda_attend_gqa(nbi_cuda *c, const nbi_cuda_attend *a);
 bool nbi_cuda_attend_mla(nbi_cuda *c, const nbi_cuda_attend *a);
+/* Whether the shape is that of attend_gqa.cu and attend_few.cu. */
+bool nbi_cuda_attend_by_mma(const nbi_cuda_attend *a);
+/* Few rows of each sequence, heads of 64 or 128: attend_few.cu. With `append` (one row a sequence)
+ * the rows' queries, keys and values come from there, and go to the cache; q and k stay as they
+ * are. */
+bool nbi_cuda_attend_few(nbi_cuda *c, const nbi_cuda_attend *a, const nbi_gqa_append *append);
 void nbi_cuda_attend_merge(nbi_cuda *c, const nbi_cuda_attend *a, uint32_t splits);
 
 /* What a launch covers: all splits of a row by one block when such blocks fill the device

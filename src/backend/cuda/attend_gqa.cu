@@ -1,9 +1,9 @@
-/* Attention of heads of 64 or 128 values over a BF16 cache by matrix units. Callers: attend.cu.
+/* Attention of heads of 64 or 128 values over a BF16 cache by matrix units: many rows of a
+ * sequence. Callers: attend.cu.
  *
  * A warp has 16 slots, pairs of a row and a query head of one kv head; a block's warps share the
- * positions. With few rows a block is one warp, so that many blocks stream the cache; with many
- * rows of a sequence it is four. What a slot computes is the same in both. Queries and
- * probabilities go in as two BF16 halves: the cache is exact in BF16, so products keep 16 bits. */
+ * positions. Few rows are attend_few.cu's, with the same bits. Queries and probabilities go in as
+ * two BF16 halves: the cache is exact in BF16, so products keep 16 bits. */
 #include "backend/cuda/attend.h"
 
 #define TILE  64 /* positions: a page */
@@ -115,17 +115,20 @@ NBI_DEV void fold_row(softmax<D> &x, float s[TILE / 8][4], int side, int n, floa
     }
     const float base = top == -INFINITY ? 0 : -(top * scale);
     const float keep = nbi_attend_keep(x.m[side], top, scale, base);
-    float sum = 0;
+    float sum[TILE / 8];
 #pragma unroll
-    for (int i = 0; i < TILE / 8; i++)
+    for (int i = 0; i < TILE / 8; i++) {
+        float *y = &s[i][2 * side];
+        y[0] = exp2f(fmaf(y[0], scale, base));
+        y[1] = exp2f(fmaf(y[1], scale, base));
+        sum[i] = y[0] + y[1];
+    }
 #pragma unroll
-        for (int j = 0; j < 2; j++) {
-            float &y = s[i][2 * side + j];
-            y = exp2f(fmaf(y, scale, base));
-            sum += y;
-        }
+    for (int d = 1; d < TILE / 8; d *= 2)
+#pragma unroll
+        for (int i = 0; i < TILE / 8; i += 2 * d) sum[i] += sum[i + d];
     x.m[side] = top;
-    x.l[side] = fmaf(x.l[side], keep, sum);
+    x.l[side] = fmaf(x.l[side], keep, sum[0]);
 #pragma unroll
     for (int i = 0; i < D / 8; i++) {
         x.o[i][2 * side] *= keep;
@@ -297,31 +300,32 @@ template <int D, int NW> static void launch(nbi_cuda *c, const nbi_cuda_attend *
                    shared_bytes<D, NW>(), walk ? gqa_kernel<D, NW, true> : gqa_kernel<D, NW, false>,
                    part, rows, splits);
     };
-    nbi_attend_launches(c, a, a->n_kv * nbi_ceil_div(a->n_rows * ratio, NW * SLOTS),
-                        NW == 4 ? 2 : 3, one);
+    nbi_attend_launches(c, a, a->n_kv * nbi_ceil_div(a->n_rows * ratio, NW * SLOTS), 2, one);
 }
 
 /* Rows of a sequence share blocks where there are many of them. */
-template <int D> static void launch_shape(nbi_cuda *c, const nbi_cuda_attend *a, uint32_t n_seqs)
+template <int D> static void launch_shape(nbi_cuda *c, const nbi_cuda_attend *a)
 {
-    if (a->n_rows < 4 * n_seqs)
-        launch<D, 1>(c, a);
-    else if (c->rt.shared_max >= shared_bytes<D, 4>())
+    if (c->rt.shared_max >= shared_bytes<D, 4>())
         launch<D, 4>(c, a);
     else
         launch<D, 2>(c, a);
 }
 
-bool nbi_cuda_attend_gqa(nbi_cuda *c, const nbi_cuda_attend *a)
+bool nbi_cuda_attend_by_mma(const nbi_cuda_attend *a)
 {
     const bool aligned = ((uintptr_t)a->k | (uintptr_t)a->v) % 16 == 0;
-    if (!a->bf16 || !aligned || a->select || a->k_width != a->v_width || a->kv_slot != a->k_width)
-        return false;
+    return a->bf16 && aligned && !a->select && a->k_width == a->v_width &&
+           a->kv_slot == a->k_width && (a->k_width == 64 || a->k_width == 128);
+}
+
+bool nbi_cuda_attend_gqa(nbi_cuda *c, const nbi_cuda_attend *a)
+{
+    if (!nbi_cuda_attend_by_mma(a)) return false;
+    if (a->n_rows < 4 * a->n_seqs && nbi_cuda_attend_few(c, a, NULL)) return true;
     if (a->k_width == 64)
-        launch_shape<64>(c, a, a->n_seqs);
-    else if (a->k_width == 128)
-        launch_shape<128>(c, a, a->n_seqs);
+        launch_shape<64>(c, a);
     else
-        return false;
+        launch_shape<128>(c, a);
     return true;
 }

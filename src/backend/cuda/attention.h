@@ -111,6 +111,26 @@ NBI_DEV void nbi_rope_turn(const nbi_rope_arg &r, size_t t, uint32_t i, float *u
     *v = fmaf(x, sn, y * cs);
 }
 
+/* Norm, rotation and append of the rows of a batch: grouped queries. */
+struct nbi_gqa_append {
+    float *q, *k;
+    const float *v, *q_norm, *k_norm;
+    float eps;
+    uint32_t n_heads, n_kv, dim;
+    nbi_rope_arg rope;
+    void *cache_k, *cache_v;
+    bool bf16;
+    const int32_t *pos, *row_seq, *page_table;
+    uint32_t page_stride;
+};
+
+/* What a head is multiplied by, from a lane's part of the sum of squares: lane l has the values l,
+ * l + 32, ... */
+NBI_DEV float nbi_gqa_factor(float sum, uint32_t dim, float eps)
+{
+    return 1.0f / sqrtf(nbi_warp_sum(sum) / (float)dim + eps);
+}
+
 /* Two values as BF16 pairs whose sum has 16 bits of them. */
 NBI_DEV void nbi_halves(float x, float y, uint32_t *hi, uint32_t *lo)
 {

@@ -1,20 +1,8 @@
 /* Grouped-query attention: norm, rotate and append keys and values; attend. Callers: the backend's
  * table. The cache holds rotated, normed keys, [pages][kv heads][64][head_dim]. */
-#include "backend/cuda/attention.h"
+#include "backend/cuda/attend.h"
 
 #define WARPS 4u
-
-struct gqa_append {
-    float *q, *k;
-    const float *v, *q_norm, *k_norm;
-    float eps;
-    uint32_t n_heads, n_kv, dim;
-    nbi_rope_arg rope;
-    void *cache_k, *cache_v;
-    bool bf16;
-    const int32_t *pos, *row_seq, *page_table;
-    uint32_t page_stride;
-};
 
 /* A value of a head, normed. */
 NBI_DEV float normed(const float *x, const float *weight, float r, uint32_t i)
@@ -23,7 +11,7 @@ NBI_DEV float normed(const float *x, const float *weight, float r, uint32_t i)
 }
 
 /* A warp takes one head of one row: the query heads, then the key heads. */
-static __global__ void gqa_append_kernel(gqa_append a)
+static __global__ void gqa_append_kernel(nbi_gqa_append a)
 {
     nbi_wait_before();
     nbi_let_next();
@@ -38,7 +26,7 @@ static __global__ void gqa_append_kernel(gqa_append a)
     if (weight) {
         float sum = 0;
         for (uint32_t i = lane; i < a.dim; i += NBI_WARP) sum = fmaf(x[i], x[i], sum);
-        r = 1.0f / sqrtf(nbi_warp_sum(sum) / (float)a.dim + a.eps);
+        r = nbi_gqa_factor(sum, a.dim, a.eps);
     }
     size_t at = 0;
     if (is_k) {
@@ -67,31 +55,55 @@ static __global__ void gqa_append_kernel(gqa_append a)
         nbi_kv_store(a.cache_v, at + i, a.bf16, v[i]);
 }
 
+static nbi_gqa_append append_of(const nbi_cuda_waiting *w)
+{
+    const nbi_gqa_append_args *args = &w->gqa;
+    const nbi_batch *batch = args->batch;
+    return {.q = static_cast<float *>(args->q),
+            .k = static_cast<float *>(args->k),
+            .v = static_cast<const float *>(args->v),
+            .q_norm = args->q_norm,
+            .k_norm = args->k_norm,
+            .eps = args->eps,
+            .n_heads = args->n_heads,
+            .n_kv = args->n_kv_heads,
+            .dim = args->head_dim,
+            .rope = nbi_rope_of(&w->rope),
+            .cache_k = w->cache.k,
+            .cache_v = w->cache.v,
+            .bf16 = w->cache.dtype == NBI_BF16,
+            .pos = batch->pos,
+            .row_seq = batch->row_seq,
+            .page_table = batch->page_table,
+            .page_stride = batch->page_stride};
+}
+
+void nbi_cuda_gqa_append_now(nbi_cuda *c)
+{
+    const nbi_gqa_append a = append_of(&c->waiting);
+    const uint32_t T = c->waiting.gqa.batch->n_rows;
+    c->waiting.what = NBI_CUDA_WAITS_NOT;
+    nbi_launch(&c->rt, dim3(nbi_ceil_div(a.n_heads + a.n_kv, WARPS), T), dim3(WARPS * NBI_WARP), 0,
+               gqa_append_kernel, a);
+}
+
+/* Waits for the attention behind it. */
 void nbi_cuda_gqa_append(nbi_backend *b, const nbi_gqa_append_args *args)
 {
     nbi_cuda *c = nbi_cuda_of(b);
-    const nbi_batch *batch = args->batch;
     NB_ASSERT(args->rope->dim <= args->head_dim);
-    if (!batch->n_rows) return;
-    const gqa_append a = {.q = static_cast<float *>(args->q),
-                          .k = static_cast<float *>(args->k),
-                          .v = static_cast<const float *>(args->v),
-                          .q_norm = args->q_norm,
-                          .k_norm = args->k_norm,
-                          .eps = args->eps,
-                          .n_heads = args->n_heads,
-                          .n_kv = args->n_kv_heads,
-                          .dim = args->head_dim,
-                          .rope = nbi_rope_of(args->rope),
-                          .cache_k = args->cache->k,
-                          .cache_v = args->cache->v,
-                          .bf16 = args->cache->dtype == NBI_BF16,
-                          .pos = batch->pos,
-                          .row_seq = batch->row_seq,
-                          .page_table = batch->page_table,
-                          .page_stride = batch->page_stride};
-    nbi_launch(&c->rt, dim3(nbi_ceil_div(a.n_heads + a.n_kv, WARPS), batch->n_rows),
-               dim3(WARPS * NBI_WARP), 0, gqa_append_kernel, a);
+    if (!args->batch->n_rows) return;
+    c->waiting = {
+        .what = NBI_CUDA_WAITS_GQA, .gqa = *args, .rope = *args->rope, .cache = *args->cache};
+}
+
+/* Whether what waits is the append of this very call, one row a sequence. */
+static bool goes_along(const nbi_cuda_waiting *w, const nbi_gqa_attend_args *args)
+{
+    return w->what == NBI_CUDA_WAITS_GQA && w->gqa.q == args->q && w->gqa.batch == args->batch &&
+           w->gqa.n_heads == args->n_heads && w->gqa.n_kv_heads == args->n_kv_heads &&
+           w->gqa.head_dim == args->head_dim && w->cache.k == args->cache->k &&
+           w->cache.v == args->cache->v && args->batch->n_rows == args->batch->n_seqs;
 }
 
 void nbi_cuda_gqa_attend(nbi_backend *b, const nbi_gqa_attend_args *args)
@@ -130,5 +142,13 @@ void nbi_cuda_gqa_attend(nbi_backend *b, const nbi_gqa_attend_args *args)
                                .page_stride = batch->page_stride,
                                .partial = static_cast<float *>(c->scratch),
                                .partial_bytes = c->scratch_bytes};
+    if (goes_along(&c->waiting, args)) {
+        const nbi_gqa_append append = append_of(&c->waiting);
+        if (nbi_cuda_attend_few(c, &a, &append)) {
+            c->waiting.what = NBI_CUDA_WAITS_NOT;
+            return;
+        }
+    }
+    nbi_cuda_flush(c);
     nbi_cuda_attend_run(c, &a);
 }

@@ -22,7 +22,9 @@ static nb_status open_stages(nbi_cuda *c, nb_error *err)
                             NBI_CUDA_STAGE_BYTES);
     }
     c->stage_device = static_cast<char *>(nbi_rt_alloc(&c->rt, NBI_CUDA_STAGE_BYTES));
-    if (c->stage_device) return NB_OK;
+    c->arrivals =
+        static_cast<uint32_t *>(nbi_rt_alloc(&c->rt, NBI_CUDA_ARRIVALS * sizeof *c->arrivals));
+    if (c->stage_device && c->arrivals) return NB_OK;
     return nbi_fail(err, NB_NO_MEMORY, "cuda: no device memory for %zu bytes of staging",
                     NBI_CUDA_STAGE_BYTES);
 }
@@ -85,6 +87,7 @@ static void cuda_close(nbi_backend **b)
     nbi_pool_destroy(&c->copiers);
     for (char *stage : c->stage) nbi_rt_free_host(&c->rt, stage);
     nbi_rt_free(&c->rt, c->stage_device);
+    nbi_rt_free(&c->rt, c->arrivals);
     nbi_rt_close(&c->rt);
     nbi_free(c);
     *b = NULL;
@@ -360,7 +363,6 @@ FLUSH(swiglu)
 FLUSH(mla_append)
 FLUSH(mla_attend)
 FLUSH(gqa_append)
-FLUSH(gqa_attend)
 FLUSH(index_append)
 FLUSH(index_select)
 FLUSH(index_reuse)
@@ -396,7 +398,7 @@ const nbi_backend_ops nbi_cuda_ops = {
     .mla_append = flush_mla_append,
     .mla_attend = flush_mla_attend,
     .gqa_append = flush_gqa_append,
-    .gqa_attend = flush_gqa_attend,
+    .gqa_attend = nbi_cuda_gqa_attend, /* may take the append that waits along */
     .index_append = flush_index_append,
     .index_select = flush_index_select,
     .index_reuse = flush_index_reuse,

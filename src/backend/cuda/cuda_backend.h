@@ -18,6 +18,7 @@
 #define NBI_CUDA_STAGE_BYTES ((size_t)16 << 20)
 #define NBI_CUDA_PENDING     4u /* linear layers that one launch can do */
 #define NBI_CUDA_STAGES      2u
+#define NBI_CUDA_ARRIVALS    4096u /* counters of blocks */
 
 /* What a recorded step depends on. */
 struct nbi_cuda_key {
@@ -28,6 +29,16 @@ struct nbi_cuda_graph {
     nbi_cuda_key key;
     nbi_rt_graph *graph; /* NULL: seen once, not recorded yet */
     uint64_t used;       /* number of the step that used it last */
+};
+
+/* An append that may become part of the attention behind it. */
+enum nbi_cuda_waits { NBI_CUDA_WAITS_NOT, NBI_CUDA_WAITS_GQA };
+
+struct nbi_cuda_waiting {
+    nbi_cuda_waits what;
+    nbi_gqa_append_args gqa;
+    nbi_rope_rows rope; /* of the append */
+    nbi_kv_layer cache;
 };
 
 struct nbi_cuda {
@@ -61,6 +72,10 @@ struct nbi_cuda {
     uint32_t n_pending;
     nbi_rmsnorm_args norm;
     bool norm_pending;
+    nbi_cuda_waiting waiting; /* the same; never beside these */
+
+    uint32_t *arrivals; /* device, [NBI_CUDA_ARRIVALS]: blocks of a group that are done; zero
+                           between kernels */
 
     void *sampler; /* of sample.cu */
 };
@@ -91,9 +106,11 @@ char *nbi_cuda_stage(nbi_cuda *c, size_t bytes);
  * are there from the first call to the next reserve(). NULL, where there are none: copy alone. */
 nbi_pool *nbi_cuda_copiers(nbi_cuda *c);
 
-/* Does the norm and the linear layers that wait. What runs on the device without going through the
- * table calls it first. */
+/* Does the norm and the linear layers, or the append, that wait. What runs on the device without
+ * going through the table calls it first. */
 void nbi_cuda_flush(nbi_cuda *c);
+/* Does the append that waits. */
+void nbi_cuda_gqa_append_now(nbi_cuda *c);
 
 extern "C" {
 extern const nbi_backend_ops nbi_cuda_ops;

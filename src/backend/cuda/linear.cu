@@ -34,6 +34,7 @@ static void run(nbi_cuda *c, const nbi_linear_args *a)
 
 void nbi_cuda_flush(nbi_cuda *c)
 {
+    if (c->waiting.what == NBI_CUDA_WAITS_GQA) nbi_cuda_gqa_append_now(c);
     const uint32_t n = c->n_pending;
     const bool norm = c->norm_pending;
     c->n_pending = 0;
@@ -62,6 +63,7 @@ void nbi_cuda_rmsnorm_later(nbi_backend *b, const nbi_rmsnorm_args *a)
 void nbi_cuda_linear(nbi_backend *b, const nbi_linear_args *a)
 {
     nbi_cuda *c = nbi_cuda_of(b);
+    if (c->waiting.what != NBI_CUDA_WAITS_NOT) nbi_cuda_flush(c);
     if (!a->n_rows || !nbi_cuda_packed_of(a->w)->rows) return;
     const bool apart = c->norm_pending && !nbi_cuda_norm_before(&c->norm, a);
     if (!apart && c->n_pending < NBI_CUDA_PENDING) {
