@@ -81,7 +81,12 @@ static nb_status make_choices(nbi_job *job, nbi_api_error *e)
     const nbi_params *p = &job->params;
     job->per_prompt = p->best_of;
     uint64_t n = (uint64_t)job->n_prompts * job->per_prompt;
-    if (p->best_of > p->n && !job->surface->ranks) {
+    if (p->beams && !job->surface->beams)
+        return nbi_api_field(e, "use_beam_search", "not supported by this API");
+    if (p->beams && job->constraint.field) {
+        return nbi_api_field(e, job->constraint.field, "not together with \"use_beam_search\"");
+    }
+    if (p->best_of > p->n && !job->surface->ranks && !p->beams) {
         return nbi_api_field(e, "best_of", "not supported here unless it equals n, %u", p->n);
     }
     if (n > NBI_CHOICES_MAX) {
@@ -117,7 +122,7 @@ static void set_logprobs(const nbi_job *job, nb_sampling *s)
 {
     const nbi_params *p = &job->params;
     s->n_logprobs = p->n_logprobs > p->n_prompt_logprobs ? p->n_logprobs : p->n_prompt_logprobs;
-    if (p->best_of > p->n && s->n_logprobs < 0) s->n_logprobs = 0;
+    if (p->best_of > p->n && s->n_logprobs < 0 && !p->beams) s->n_logprobs = 0;
     s->prompt_logprobs = p->n_prompt_logprobs >= 0 || (job->echo && p->n_logprobs >= 0);
 }
 
@@ -128,8 +133,9 @@ static uint32_t notify_events(const nbi_job *job)
     return job->params.stream_interval ? job->params.stream_interval : job->served->stream_interval;
 }
 
-/* Answer i of a prompt has the seed plus i, so that they differ and can be had again. */
-static nb_status submit(nbi_job *job, nbi_choice *choice, nbi_api_error *e)
+/* What is asked of the engine for a choice, but for its grammar. Answer i of a prompt has the seed
+ * plus i, so that they differ and can be had again. */
+static nb_request_options options_of(nbi_job *job, nbi_choice *choice)
 {
     const nbi_prompt *prompt = &job->prompts[choice->prompt];
     nb_request_options options = {.prompt = prompt->ids,
@@ -143,13 +149,7 @@ static nb_status submit(nbi_job *job, nbi_choice *choice, nbi_api_error *e)
                                   .notify_user = choice,
                                   .arrival_ns = job->begin_ns,
                                   .count = job->count};
-    nb_error err = {0};
-    nb_grammar hooks;
     nb_sampling *s = &options.sampling;
-    if (choice->grammar) {
-        hooks = nbi_grammar_hooks(choice->grammar);
-        options.grammar = &hooks;
-    }
     set_logprobs(job, s);
     nbi_job_set_thinking(prompt, s);
     s->seed += choice->index % job->per_prompt;
@@ -158,15 +158,52 @@ static nb_status submit(nbi_job *job, nbi_choice *choice, nbi_api_error *e)
         s->max_tokens = 1; /* and is dropped */
         options.count = NB_COUNT_PROMPT;
     }
+    return options;
+}
+
+static nb_status submit(nbi_job *job, nbi_choice *choice, nbi_api_error *e)
+{
+    nb_request_options options = options_of(job, choice);
+    nb_error err = {0};
+    nb_grammar hooks;
+    if (choice->grammar) {
+        hooks = nbi_grammar_hooks(choice->grammar);
+        options.grammar = &hooks;
+    }
     nb_status status = nb_request_submit(&choice->request, job->served->engine, &options, &err);
     if (status != NB_OK) return nbi_api_from(e, status, &err, prompt_field(job));
     if (choice->grammar) nbi_grammar_retain(choice->grammar);
     return NB_OK;
 }
 
+/* One search for every prompt: its answers are the choices, the best first. */
+static nb_status submit_beams(nbi_job *job, nbi_api_error *e)
+{
+    const nbi_params *p = &job->params;
+    for (uint32_t i = 0; i < job->n_choices; i += p->best_of) {
+        nbi_choice *choices = &job->choices[i];
+        const nb_request_options options = options_of(job, choices);
+        nb_request *requests[NB_BEAM_WIDTH_MAX];
+        void *users[NB_BEAM_WIDTH_MAX];
+        nb_error err = {0};
+        for (uint32_t k = 0; k < p->best_of; k++) users[k] = &choices[k];
+        const nb_beam_options beam = {.width = p->best_of,
+                                      .length_penalty = p->length_penalty,
+                                      .early_stopping = p->early_stopping,
+                                      .notify_users = users};
+        nb_status status = nb_beams_submit(requests, job->served->engine, &options, &beam, &err);
+        if (status == NB_TOO_LARGE) return nbi_api_field(e, p->max_tokens_field, "%s", err.text);
+        if (status != NB_OK) return nbi_api_from(e, status, &err, "use_beam_search");
+        for (uint32_t k = 0; k < p->best_of; k++) choices[k].request = requests[k];
+    }
+    return NB_OK;
+}
+
 static nb_status submit_all(nbi_job *job, nbi_api_error *e)
 {
-    for (uint32_t i = 0; i < job->n_choices; i++) NB_TRY(submit(job, &job->choices[i], e));
+    if (job->params.beams) NB_TRY(submit_beams(job, e));
+    for (uint32_t i = 0; i < job->n_choices && !job->params.beams; i++)
+        NB_TRY(submit(job, &job->choices[i], e));
     atomic_store(&job->submitted, true);
     for (uint32_t i = 0; i < job->n_choices; i++) { /* aborted while the grammar was made */
         nbi_choice *c = &job->choices[i];
@@ -529,8 +566,8 @@ static double mean_logprob(const nbi_choice *c)
     return c->n_tokens ? c->sum_logprob / c->n_tokens : 0;
 }
 
-/* Keeps n answers of every prompt, those with the best log-probability per token, in the order they
- * were asked for. */
+/* Keeps n answers of every prompt: of beam search the first, else those with the best
+ * log-probability per token, in the order they were asked for. */
 static void rank(nbi_job *job)
 {
     uint32_t kept = 0;
@@ -541,6 +578,7 @@ static void rank(nbi_job *job)
             double other = mean_logprob(&job->choices[j]), own = mean_logprob(c);
             better += other > own || (other == own && j < i);
         }
+        if (job->params.beams) better = i - first;
         c->outranked = better >= job->params.n;
         c->index = kept;
         kept += !c->outranked;

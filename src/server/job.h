@@ -67,6 +67,7 @@ typedef struct nbi_surface {
     const char *prompt_field; /* what errors about a prompt's length name; NULL: "prompt" */
     bool count_only;          /* nothing is generated: the reply follows from the prompts */
     bool ranks;               /* best_of may be more than n */
+    bool beams;               /* searches with beams */
     bool keeps_ids;
     bool shows_abort; /* an aborted answer is a reply with this finish, not an error */
     bool bodyless;    /* GET as well as POST, and no body is read; errors are 503 */

@@ -229,6 +229,7 @@ const nbi_surface nbi_surface_chat = {
     .id_prefix = "chatcmpl-",
     .object = "chat.completion",
     .chunk_object = "chat.completion.chunk",
+    .beams = true,
     .shows_abort = true,
     .logprob_shape = NBI_LOGPROBS_CHAT,
     .prompt_logprob_shape = NBI_LOGPROBS_PROMPT,

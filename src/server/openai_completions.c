@@ -33,6 +33,8 @@ static nb_status read(nbi_job *job, const json_t *body, nbi_api_error *e)
         return nbi_api_field(e, "best_of", "more than n is not available when \"stream\" is true");
     }
     p->n_logprobs = (int32_t)logprobs;
+    if (p->beams && job->echo && logprobs >= 0)
+        return nbi_api_field(e, "echo", "not together with \"use_beam_search\" and \"logprobs\"");
     NB_TRY(nbi_params_read_logprob_ids(p, body, facts, e));
     return nbi_prompts_check(nbi_field(body, "prompt"), "prompt", facts, e);
 }
@@ -90,6 +92,7 @@ const nbi_surface nbi_surface_completions = {
     .object = "text_completion",
     .chunk_object = "text_completion",
     .ranks = true,
+    .beams = true,
     .shows_abort = true,
     .logprob_shape = NBI_LOGPROBS_COMPLETIONS,
     .prompt_logprob_shape = NBI_LOGPROBS_PROMPT,

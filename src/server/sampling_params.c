@@ -20,14 +20,37 @@ typedef enum neutral {
     NEUTRAL_EMPTY  /* an empty object, array or string */
 } neutral;
 
-/* Fields that would change the answer. Ignoring them would be a silent lie. */
-static const struct {
+typedef struct neutral_field {
     const char *key;
     neutral neutral;
-} unsupported[] = {
-    {"length_penalty", NEUTRAL_ONE},      {"use_beam_search", NEUTRAL_FALSE},
-    {"lora_path", NEUTRAL_NONE},          {"custom_logit_processor", NEUTRAL_NONE},
+} neutral_field;
+
+/* Fields that would change the answer. Ignoring them would be a silent lie. */
+static const neutral_field unsupported[] = {
+    {"lora_path", NEUTRAL_NONE},
+    {"custom_logit_processor", NEUTRAL_NONE},
     {"logits_processors", NEUTRAL_EMPTY},
+};
+/* Of beam search. */
+static const neutral_field beam_fields[] = {
+    {"use_beam_search", NEUTRAL_FALSE},
+    {"length_penalty", NEUTRAL_ONE},
+    {"early_stopping", NEUTRAL_FALSE},
+};
+/* Would change which beams are the best, or when they end; nb_beams_submit() has no place for it.
+ */
+static const neutral_field beyond_beams[] = {
+    {"stop", NEUTRAL_EMPTY},
+    {"stop_regex", NEUTRAL_EMPTY},
+    {"min_tokens", NEUTRAL_ZERO},
+    {"prompt_logprobs", NEUTRAL_NONE},
+    {"logprob_token_ids", NEUTRAL_EMPTY},
+    {"logit_bias", NEUTRAL_EMPTY},
+    {"allowed_token_ids", NEUTRAL_NONE},
+    {"bad_words", NEUTRAL_EMPTY},
+    {"frequency_penalty", NEUTRAL_ZERO},
+    {"presence_penalty", NEUTRAL_ZERO},
+    {"repetition_penalty", NEUTRAL_ONE},
 };
 
 static bool is_neutral(const json_t *value, neutral kind)
@@ -45,15 +68,22 @@ static bool is_neutral(const json_t *value, neutral kind)
     return false;
 }
 
-static nb_status refuse_unsupported(const json_t *body, nbi_api_error *e)
+static nb_status refuse(const json_t *body, const neutral_field *fields, size_t n, const char *why,
+                        nbi_api_error *e)
 {
-    for (size_t i = 0; i < sizeof unsupported / sizeof *unsupported; i++) {
-        const json_t *value = nbi_field(body, unsupported[i].key);
-        if (value && !is_neutral(value, unsupported[i].neutral)) {
-            return nbi_api_field(e, unsupported[i].key, "not supported by this server");
-        }
+    for (size_t i = 0; i < n; i++) {
+        const json_t *value = nbi_field(body, fields[i].key);
+        if (value && !is_neutral(value, fields[i].neutral))
+            return nbi_api_field(e, fields[i].key, "%s", why);
     }
     return NB_OK;
+}
+
+#define REFUSE(body, fields, why, e) refuse(body, fields, sizeof(fields) / sizeof *(fields), why, e)
+
+static nb_status refuse_unsupported(const json_t *body, nbi_api_error *e)
+{
+    return REFUSE(body, unsupported, "not supported by this server", e);
 }
 
 nb_status nbi_params_refuse_logprob_ids(const json_t *body, nbi_api_error *e)
@@ -193,6 +223,41 @@ static nb_status read_n(nbi_params *p, const json_t *body, nbi_api_error *e)
     }
     p->n = (uint32_t)n;
     p->best_of = (uint32_t)best_of;
+    return NB_OK;
+}
+
+/* vLLM's beam search: width and answers are best_of and n. */
+static nb_status read_beams(nbi_params *p, const json_t *body, const nbi_api_facts *facts,
+                            nbi_api_error *e)
+{
+    const char *early = json_string_value(nbi_field(body, "early_stopping"));
+    const char *width = nbi_field(body, "best_of") ? "best_of" : "n";
+    uint32_t most = facts->max_running < NB_BEAM_WIDTH_MAX ? facts->max_running : NB_BEAM_WIDTH_MAX;
+    p->length_penalty = 1;
+    NB_TRY(nbi_field_bool(&p->beams, body, "", "use_beam_search", e));
+    NB_TRY(nbi_field_num(&p->length_penalty, body, "", "length_penalty", e));
+    if (!early || strcmp(early, "never") != 0) /* which is false */
+        NB_TRY(nbi_field_bool(&p->early_stopping, body, "", "early_stopping", e));
+    if (!p->beams) {
+        const char *field = p->early_stopping        ? "early_stopping"
+                            : p->length_penalty != 1 ? "length_penalty"
+                                                     : NULL;
+        if (!field) return NB_OK;
+        return nbi_api_field(e, field, "only allowed when \"use_beam_search\" is true");
+    }
+    if (!(fabs(p->length_penalty) <= NBI_LENGTH_PENALTY_MAX)) {
+        return nbi_api_field(e, "length_penalty", "%.9g is outside of -%d to %d", p->length_penalty,
+                             NBI_LENGTH_PENALTY_MAX, NBI_LENGTH_PENALTY_MAX);
+    }
+    if (p->stream)
+        return nbi_api_field(e, "use_beam_search", "not available when \"stream\" is true");
+    if (p->best_of > most) return nbi_api_field(e, width, "%u beams, at most %u", p->best_of, most);
+    if (p->has_max_tokens && !p->max_tokens)
+        return nbi_api_field(e, p->max_tokens_field, "0 leaves nothing to search for");
+    NB_TRY(REFUSE(body, beyond_beams, "not together with \"use_beam_search\"", e));
+    if (p->sampling.has_think_budget)
+        return nbi_api_field(e, "thinking_token_budget", "not together with \"use_beam_search\"");
+    p->sampling.repetition_penalty = 1; /* the model's default */
     return NB_OK;
 }
 
@@ -483,6 +548,7 @@ nb_status nbi_params_read(nbi_params *out, const json_t *body, const nbi_api_fac
     NB_TRY(read_common(out, body, facts, &names, min_max_tokens, e));
     NB_TRY(read_stream(out, body, e));
     NB_TRY(read_prompt_options(out, body, facts, e));
+    NB_TRY(read_beams(out, body, facts, e));
     NB_TRY(check_ignored(body, e));
     return refuse_unsupported(body, e);
 }
@@ -510,6 +576,7 @@ nb_status nbi_params_read_native(nbi_params *out, const json_t *obj, const nbi_a
     if (status == NB_OK) status = nbi_params_refuse_logprob_ids(obj, e);
     if (status == NB_OK) status = check_ignored(obj, e);
     if (status == NB_OK) status = refuse_unsupported(obj, e);
+    if (status == NB_OK) status = REFUSE(obj, beam_fields, "not supported by this API", e);
     if (status != NB_OK) put_prefix(e, names.prefix);
     return status;
 }

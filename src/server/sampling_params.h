@@ -9,15 +9,17 @@
 extern "C" {
 #endif
 
-#define NBI_CHOICES_MAX    1024 /* prompts times n of one HTTP request */
-#define NBI_N_MAX          128
-#define NBI_STOP_BYTES_MAX 1024 /* of one stop string */
+#define NBI_CHOICES_MAX        1024 /* prompts times n of one HTTP request */
+#define NBI_N_MAX              128
+#define NBI_STOP_BYTES_MAX     1024 /* of one stop string */
+#define NBI_LENGTH_PENALTY_MAX 16
 
 /* What validation needs to know. Immutable once the model is loaded. */
 typedef struct nbi_api_facts {
     nb_sampling defaults; /* the model's generation_config */
     uint32_t vocab_size;
     uint32_t max_context;
+    uint32_t max_running;     /* requests that run together */
     const char *const *names; /* [n_names] names the model is served under, the first is its id */
     uint32_t n_names;
     bool has_text;       /* a tokenizer is there */
@@ -33,6 +35,9 @@ typedef struct nbi_params {
     uint32_t max_tokens;          /* when has_max_tokens; may be 0 where the surface allows it */
     const char *max_tokens_field; /* the name the client used; static */
     bool stream, include_usage, continuous_usage;
+    bool beams; /* beam search; best_of is the width */
+    double length_penalty;
+    bool early_stopping;
     uint32_t stream_interval; /* tokens per event of a stream; 0: the server's */
     /* Log-probabilities of the answer and of the prompt: -1 none, 0 of the token, k and the k best.
      * sampling.n_logprobs is filled from them when the request is submitted. */
@@ -55,10 +60,11 @@ typedef struct nbi_param_names {
  * frequency_penalty, presence_penalty, repetition_penalty, logit_bias, seed, n, best_of, stop,
  * stop_regex, stop_token_ids, allowed_token_ids, bad_words, thinking_token_budget,
  * include_stop_str_in_output, no_stop_trim, min_tokens, ignore_eos, skip_special_tokens, stream,
- * stream_options, stream_interval, prompt_logprobs, truncate_prompt_tokens, priority; checks the
- * type of fields that have no effect (user, metadata, store, service_tier,
- * spaces_between_special_tokens, ...); refuses what would change the answer and is not supported.
- * `min_max_tokens` is the smallest max_tokens the surface takes. */
+ * stream_options, stream_interval, prompt_logprobs, truncate_prompt_tokens, priority,
+ * use_beam_search, length_penalty, early_stopping (surfaces without beam search refuse
+ * params.beams); checks the type of fields that have no effect (user, metadata, store,
+ * service_tier, spaces_between_special_tokens, ...); refuses what would change the answer and is
+ * not supported. `min_max_tokens` is the smallest max_tokens the surface takes. */
 nb_status nbi_params_read(nbi_params *out, const json_t *body, const nbi_api_facts *facts,
                           uint32_t min_max_tokens, nbi_api_error *e);
 

@@ -275,6 +275,7 @@ static nb_status fill(nbi_served *s, const nbi_served_options *options, nb_error
     nb_sampling_default(s->engine, &s->facts.defaults);
     s->facts.vocab_size = s->info.vocab_size;
     s->facts.max_context = s->info.max_context;
+    s->facts.max_running = s->info.max_running;
     s->facts.has_text = s->info.has_tokenizer;
     s->facts.has_chat = s->text.tmpl && s->text.tokenizer;
     s->facts.no_chat = s->text.why;

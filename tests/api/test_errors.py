@@ -32,7 +32,7 @@ COMMON = [
     ("stop_token_ids", 3), ("min_tokens", -1), ("min_tokens", "x"), ("ignore_eos", 1), ("ignore_eos", "yes"),
     ("skip_special_tokens", "no"), ("include_stop_str_in_output", 3), ("stream", "true"), ("stream", 1), ("stream_options", []),
     ("stream_options", {"include_usage": True}), ("frequency_penalty", 2.5), ("presence_penalty", -2.1), ("repetition_penalty", 0),
-    ("frequency_penalty", "x"), ("logit_bias", {"1": 101}), ("logit_bias", {"-1": 5}), ("logit_bias", {"x": 5}), ("logit_bias", {"1": "5"}), ("logit_bias", {"99999999": 1}), ("use_beam_search", True), ("guided_json", 3), ("structured_outputs", "regex"),
+    ("frequency_penalty", "x"), ("logit_bias", {"1": 101}), ("logit_bias", {"-1": 5}), ("logit_bias", {"x": 5}), ("logit_bias", {"1": "5"}), ("logit_bias", {"99999999": 1}), ("use_beam_search", "yes"), ("use_beam_search", 1), ("length_penalty", 2), ("length_penalty", "x"), ("early_stopping", True), ("early_stopping", "soon"), ("guided_json", 3), ("structured_outputs", "regex"),
     ("prompt_logprobs", "1"), ("prompt_logprobs", -1), ("prompt_logprobs", 21), ("truncate_prompt_tokens", 0),
     ("truncate_prompt_tokens", -2), ("truncate_prompt_tokens", 10**7), ("priority", "x"), ("stream_interval", 0), ("stream_interval", "4"), ("rid", 3), ("rid", ""), ("rid", "x" * 257), ("request_id", []),
     ("user", 3), ("metadata", "x"), ("store", "yes"), ("service_tier", 1), ("spaces_between_special_tokens", "x"),

@@ -15,6 +15,7 @@ static const nbi_api_facts facts = {.defaults = {.temperature = 1,
                                                  .n_logprobs = -1},
                                     .vocab_size = 4096,
                                     .max_context = 4096,
+                                    .max_running = 64,
                                     .names = names,
                                     .n_names = 2,
                                     .has_text = true,
@@ -31,6 +32,9 @@ static void check(const nbi_job *job, bool chat)
     NB_ASSERT(s->top_k >= -1 && p->n_logprobs >= -1 && p->n_logprobs <= NB_TOP_LOGPROBS_MAX);
     NB_ASSERT(p->n_prompt_logprobs >= -1 && p->n_prompt_logprobs <= NB_TOP_LOGPROBS_MAX);
     NB_ASSERT(p->best_of >= p->n && p->truncate_prompt >= -1);
+    NB_ASSERT(!p->beams || (p->best_of <= NB_BEAM_WIDTH_MAX && !p->stream));
+    NB_ASSERT(!p->beams || (p->length_penalty >= -NBI_LENGTH_PENALTY_MAX &&
+                            p->length_penalty <= NBI_LENGTH_PENALTY_MAX));
     NB_ASSERT(job->params.n >= 1 && job->params.n <= NBI_N_MAX);
     NB_ASSERT(s->n_stop_strings <= NB_STOP_STRINGS_MAX && s->n_stop_ids <= NB_STOP_IDS_MAX);
     for (uint32_t i = 0; i < s->n_stop_strings; i++) NB_ASSERT(s->stop_strings[i][0]);
