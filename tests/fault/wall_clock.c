@@ -1,5 +1,6 @@
-/* Preloaded into a server by test_clock.py: the time of day plus the seconds that the file of WALL_CLOCK_FILE holds (8 bytes, mapped, so
- * that they may change at any moment). Other clocks are the system's. */
+/* Preloaded into a server by test_clock.py: the time of day plus the seconds that the file of
+ * WALL_CLOCK_FILE holds (8 bytes, mapped, so that they may change at any moment). Other clocks are
+ * the system's. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <fcntl.h>
