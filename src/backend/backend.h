@@ -391,6 +391,7 @@ struct nbi_backend {
     nbi_dtype act_dtype;
     bool w4a4;             /* NVFP4 activations, as the options asked */
     uint64_t memory_bytes; /* of the device, free when it was opened; 0: it is the host's */
+    uint32_t sm;           /* GPU: compute capability, 90 for 9.0; else 0 */
     char description[64];  /* "cpu (amx, 2 threads)" */
 };
 

@@ -2,7 +2,7 @@
 #include <stdio.h>
 #include <string.h>
 
-#include "cli/cli.h"
+#include "cli/attention_options.h"
 #include "perf/bench.h"
 
 static const nbi_command command = {
@@ -69,16 +69,11 @@ static int settle(args *a, int n_operands, char **argv)
         return nbi_cli_usage(&command, "--activations: \"%s\"; expected weight-only or w4a4",
                              a->activations);
     a->bench.backend.w4a4 = !strcmp(a->activations, "w4a4");
-    if (strcmp(a->kv_dtype, "auto") && strcmp(a->kv_dtype, "bf16") && strcmp(a->kv_dtype, "f32"))
-        return nbi_cli_usage(&command, "--kv-cache-dtype: \"%s\"; expected auto, bf16 or f32",
-                             a->kv_dtype);
     nb_error err;
-    if (nbi_cpu_level_parse(&a->bench.backend.cpu_level, a->cpu_level, &err) != NB_OK)
+    if (nbi_cpu_level_parse(&a->bench.backend.cpu_level, a->cpu_level, &err) != NB_OK ||
+        nbi_kv_dtype_parse(&a->bench.kv_dtype, a->kv_dtype, a->bench.backend.cpu_level, &err) !=
+            NB_OK)
         return nbi_cli_fail(&command, &err);
-    const bool f32 =
-        !strcmp(a->kv_dtype, "f32") ||
-        (!strcmp(a->kv_dtype, "auto") && a->bench.backend.cpu_level == NBI_CPU_REFERENCE);
-    a->bench.kv_dtype = f32 ? NBI_F32 : NBI_BF16;
     return -1;
 }
 
@@ -112,6 +107,8 @@ int nbi_cmd_bench(int argc, char **argv)
         {"kv-cache-dtype", NBI_OPT_STRING, &a.kv_dtype, "TYPE",
          "auto (default: f32 at level reference, else bf16), bf16, f32", false},
         {"moe-runner-backend", NBI_OPT_STRING, &b->moe_runner, "NAME", "default auto", false},
+        NBI_ATTENTION_OPTION_ROWS(b->attention.backend, b->attention.prefill, b->attention.decode,
+                                  b->attention.sparse_prefill, b->attention.sparse_decode),
         {"threads", NBI_OPT_U32, &b->backend.n_threads, "N",
          "default: all cores this process may use", false},
         {"json", NBI_OPT_FLAG, &a.json, NULL, "one JSON object on stdout", false},

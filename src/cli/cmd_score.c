@@ -5,7 +5,7 @@
 
 #include "base/file.h"
 #include "base/json.h"
-#include "cli/cli.h"
+#include "cli/attention_options.h"
 #include "engine/npy.h"
 #include "engine/score.h"
 #include "text/tokenizer.h"
@@ -34,6 +34,7 @@ typedef struct score {
     const char *device, *model_dir, *token_ids, *text, *logits, *cpu_level, *activations, *kv_dtype,
         *runner;
     uint32_t chunk, threads;
+    nbi_attention_names attention;
     bool json, disable_graphs;
 
     nbi_backend *backend;
@@ -153,17 +154,20 @@ static nb_status open_all(score *s, nb_error *err)
     nbi_backend_options bo = {.n_threads = s->threads,
                               .w4a4 = !strcmp(s->activations, "w4a4"),
                               .disable_graphs = s->disable_graphs};
+    nbi_dtype kv_dtype;
     NB_TRY(nbi_cpu_level_parse(&bo.cpu_level, s->cpu_level, err));
+    NB_TRY(nbi_kv_dtype_parse(&kv_dtype, s->kv_dtype, bo.cpu_level, err));
     NB_TRY(nbi_backend_open(&s->backend, s->device, &bo, err));
-    nbi_model_options mo = {.dir = s->model_dir, .moe_runner = s->runner, .verify_scales = true};
+    nbi_model_options mo = {.dir = s->model_dir,
+                            .attention = &s->attention,
+                            .moe_runner = s->runner,
+                            .verify_scales = true};
     NB_TRY(nbi_model_open(&s->model, s->backend, &mo, err));
     NB_TRY(check_ids(s, err));
-    bool f32 = !strcmp(s->kv_dtype, "f32") ||
-               (!strcmp(s->kv_dtype, "auto") && bo.cpu_level == NBI_CPU_REFERENCE);
     uint32_t pages = (s->seqs.longest + NBI_PAGE_TOKENS - 1) / NBI_PAGE_TOKENS;
     const nbi_config *c = nbi_model_config(s->model);
     NB_TRY(nbi_model_reserve(s->model, s->chunk, 1, s->chunk, s->seqs.longest, err));
-    NB_TRY(nbi_kv_create(&s->kv, s->backend, c, f32 ? NBI_F32 : NBI_BF16, pages, err));
+    NB_TRY(nbi_kv_create(&s->kv, s->backend, c, kv_dtype, pages, err));
     if (!s->logits) return NB_OK;
     return nbi_npy_create(&s->npy, s->logits, c->vocab, err);
 }
@@ -233,9 +237,6 @@ static int check_usage(const score *s)
     if (strcmp(s->activations, "weight-only") && strcmp(s->activations, "w4a4"))
         return nbi_cli_usage(&command, "--activations: \"%s\"; expected weight-only or w4a4",
                              s->activations);
-    if (strcmp(s->kv_dtype, "auto") && strcmp(s->kv_dtype, "bf16") && strcmp(s->kv_dtype, "f32"))
-        return nbi_cli_usage(&command, "--kv-cache-dtype: \"%s\"; expected auto, bf16 or f32",
-                             s->kv_dtype);
     if (!s->chunk || s->chunk > 65536)
         return nbi_cli_usage(&command, "--chunk-size: %u; expected 1 to 65536", s->chunk);
     return -1;
@@ -269,6 +270,8 @@ int nbi_cmd_score(int argc, char **argv)
         {"kv-cache-dtype", NBI_OPT_STRING, &s.kv_dtype, "TYPE",
          "auto (default: f32 at level reference, else bf16), bf16, f32", false},
         {"moe-runner-backend", NBI_OPT_STRING, &s.runner, "NAME", "default auto", false},
+        NBI_ATTENTION_OPTION_ROWS(s.attention.backend, s.attention.prefill, s.attention.decode,
+                                  s.attention.sparse_prefill, s.attention.sparse_decode),
         {"threads", NBI_OPT_U32, &s.threads, "N", "default: all cores this process may use", false},
         {"json", NBI_OPT_FLAG, &s.json, NULL, "one JSON object on stdout", false},
         {0},

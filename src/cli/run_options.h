@@ -1,7 +1,7 @@
 /* The options of commands that run a model: which, on what, with how much memory. */
 #pragma once
 
-#include "cli/cli.h"
+#include "cli/attention_options.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -39,8 +39,11 @@ typedef struct nbi_run_options {
          NBI_OPT_STRING,                                                                           \
          &(o)->engine.moe_runner,                                                                  \
          "NAME",                                                                                   \
-         "auto (default) or a runner's name",                                                      \
+         "auto (default), a runner's name or SGLang's name for one",                               \
          false},                                                                                   \
+        NBI_ATTENTION_OPTION_ROWS((o)->engine.attention, (o)->engine.prefill_attention,            \
+                                  (o)->engine.decode_attention, (o)->engine.dsa_prefill,           \
+                                  (o)->engine.dsa_decode),                                         \
         {"cpu-level",                                                                              \
          NBI_OPT_STRING,                                                                           \
          &(o)->engine.cpu_level,                                                                   \

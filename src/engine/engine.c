@@ -83,6 +83,11 @@ static nb_status copy_options(nb_engine *e, const nb_engine_options *o, nb_error
     e->options.cpu_level = keep_string(e, o->cpu_level, "auto");
     e->options.activations = keep_string(e, o->activations, "weight-only");
     e->options.kv_dtype = keep_string(e, o->kv_dtype, "auto");
+    e->options.attention = keep_string(e, o->attention, "auto");
+    e->options.prefill_attention = keep_string(e, o->prefill_attention, "auto");
+    e->options.decode_attention = keep_string(e, o->decode_attention, "auto");
+    e->options.dsa_prefill = keep_string(e, o->dsa_prefill, "auto");
+    e->options.dsa_decode = keep_string(e, o->dsa_decode, "auto");
     e->options.speculative_algorithm = keep_string(e, o->speculative_algorithm, "none");
     e->model_name = last_part(e, o->model_dir);
     if (!e->model_name || !e->options.kv_dtype)
@@ -105,21 +110,6 @@ static nb_status parse_activations(bool *w4a4, const char *name, nb_error *err)
     return nbi_fail(err, NB_INVALID, "activations is \"%s\"; expected weight-only or w4a4", name);
 }
 
-static nb_status parse_kv_dtype(nbi_dtype *out, const char *name, nbi_cpu_level level,
-                                nb_error *err)
-{
-    if (!strcmp(name, "auto")) {
-        *out = level == NBI_CPU_REFERENCE ? NBI_F32 : NBI_BF16;
-    } else if (!strcmp(name, "bf16") || !strcmp(name, "bfloat16")) {
-        *out = NBI_BF16;
-    } else if (!strcmp(name, "f32") || !strcmp(name, "float32")) {
-        *out = NBI_F32;
-    } else {
-        return nbi_fail(err, NB_INVALID, "kv_dtype is \"%s\"; expected auto, bf16 or f32", name);
-    }
-    return NB_OK;
-}
-
 /* ---------------------------------------------------------------- open */
 
 static nb_status open_backend(nb_engine *e, nbi_dtype *kv_dtype, nb_error *err)
@@ -128,7 +118,7 @@ static nb_status open_backend(nb_engine *e, nbi_dtype *kv_dtype, nb_error *err)
                               .disable_graphs = e->options.disable_cuda_graph};
     NB_TRY(nbi_cpu_level_parse(&bo.cpu_level, e->options.cpu_level, err));
     NB_TRY(parse_activations(&bo.w4a4, e->options.activations, err));
-    NB_TRY(parse_kv_dtype(kv_dtype, e->options.kv_dtype, bo.cpu_level, err));
+    NB_TRY(nbi_kv_dtype_parse(kv_dtype, e->options.kv_dtype, bo.cpu_level, err));
     return nbi_backend_open(&e->backend, e->options.device, &bo, err);
 }
 
@@ -153,7 +143,13 @@ static nb_status parse_drafting(nb_engine *e, nb_error *err)
 static nb_status open_model(nb_engine *e, nb_error *err)
 {
     NB_TRY(parse_drafting(e, err));
+    const nbi_attention_names attention = {.backend = e->options.attention,
+                                           .prefill = e->options.prefill_attention,
+                                           .decode = e->options.decode_attention,
+                                           .sparse_prefill = e->options.dsa_prefill,
+                                           .sparse_decode = e->options.dsa_decode};
     nbi_model_options mo = {.dir = e->options.model_dir,
+                            .attention = &attention,
                             .moe_runner = e->options.moe_runner,
                             .progress = e->options.progress,
                             .progress_user = e->options.progress_user,

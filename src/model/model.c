@@ -58,6 +58,7 @@ static nb_status open_parts(nbi_model *m, const nbi_model_options *opt, nb_error
     NB_TRY(nbi_checkpoint_open(&m->ckpt, opt->dir, err));
     if (opt->plan)
         NB_TRY(opt->plan(opt->plan_user, &m->config, nbi_checkpoint_bytes(m->ckpt), err));
+    NB_TRY(nbi_attention_choose(opt->attention, m->b, &m->config, err));
     m->n_layers = m->config.n_layers;
     m->has_mtp = find_mtp(m);
     m->layers = nbi_arena_alloc(&m->arena, (m->n_layers + m->has_mtp) * sizeof *m->layers);

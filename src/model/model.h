@@ -2,7 +2,7 @@
  * or socket. */
 #pragma once
 
-#include "backend/backend.h"
+#include "backend/attention_path.h"
 #include "format/config.h"
 #include "format/quant.h"
 #include "moe/runner.h"
@@ -17,6 +17,7 @@ typedef struct nbi_model nbi_model;
 typedef struct nbi_model_options {
     const char *dir;
     const char *moe_runner;
+    const nbi_attention_names *attention; /* NULL: auto */
     nb_progress progress;
     void *progress_user;
     bool verify_scales; /* read and check every scale (default true) */

@@ -33,25 +33,32 @@ ABSENT(cuda_grouped, CUDA_GROUPED_SUMMARY);
 static const nbi_moe_runner_ops *const runners[] = {&nbi_moe_runner_cpu, &nbi_moe_runner_reference,
                                                     CUDA_RUNNERS, NULL};
 
+#define TRTLLM_WHY                                                                            \
+    "its kernels (trtllm-gen) exist for SM100 and SM103 only; use \"flashinfer_cutlass\" or " \
+    "\"auto\""
+
 /* Names that users bring from other engines and that mean kernels for GPUs: the runner that does
- * that algorithm here, or why there is none. */
+ * that algorithm here, or why there is none. `sm100`: the name means kernels of SM100 and SM103; on
+ * another device `why` holds. */
 static const struct foreign {
     const char *name, *runner, *why;
+    bool sm100;
 } foreign[] = {
-    {"flashinfer_cutlass", "cuda_grouped", NULL},
-    {"cutlass", "cuda_grouped", NULL},
-    {"triton", "cuda_grouped", NULL},
-    {"triton_kernel", "cuda_grouped", NULL},
-    {"deep_gemm", "cuda_grouped", NULL},
-    {"marlin", "cuda_grouped", NULL},
+    {"flashinfer_cutlass", "cuda_grouped", NULL, false},
+    {"cutlass", "cuda_grouped", NULL, false},
+    {"triton", "cuda_grouped", NULL, false},
+    {"triton_kernel", "cuda_grouped", NULL, false},
+    {"deep_gemm", "cuda_grouped", NULL, false},
+    {"marlin", "cuda_grouped", NULL, false},
     {"flashinfer_cutedsl", NULL,
      "it is the masked grouped product of a fixed capacity per expert, which nibble does not have "
-     "yet; use \"cuda_grouped\" or \"auto\""},
-    {"flashinfer_trtllm", NULL,
-     "its kernels (trtllm-gen) exist for SM100 only, and not as source; use \"cuda_grouped\" or "
-     "\"auto\""},
+     "yet; use \"cuda_grouped\" or \"auto\"",
+     false},
+    {"flashinfer_trtllm", "cuda", TRTLLM_WHY, true},
+    {"flashinfer_trtllm_routed", "cuda", TRTLLM_WHY, true},
+    {"aiter", NULL, "it is for AMD GPUs; use \"auto\"", false},
     {"flashinfer_mxfp4", NULL,
-     "it is for MXFP4 weights, which no model of nibble has; use \"auto\""},
+     "it is for MXFP4 weights, which no model of nibble has; use \"auto\"", false},
 };
 
 const nbi_moe_runner_ops *const *nbi_moe_runners(void)
@@ -116,7 +123,7 @@ static nb_status choose_foreign(const nbi_moe_runner_ops **out, const struct for
                         "MoE runner \"%s\" is a GPU runner and this is %s; use \"cpu\" or "
                         "\"auto\" here",
                         f->name, b->description);
-    if (!f->runner)
+    if (!f->runner || (f->sm100 && (b->sm < 100 || b->sm > 103)))
         return nbi_fail(err, NB_UNSUPPORTED, "MoE runner \"%s\" cannot run here: %s", f->name,
                         f->why);
     const nbi_moe_runner_ops *r = find(f->runner);

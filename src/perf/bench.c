@@ -80,8 +80,10 @@ static nb_status open_all(bench *b, nb_error *err)
     NB_TRY(nbi_backend_open(&b->b, o->device ? o->device : "cpu", &o->backend, err));
     if (!b->b->ops->read_bandwidth)
         NB_TRY(nbi_bandwidth_open(&b->bandwidth, o->dir, o->backend.n_threads, err));
-    const nbi_model_options mo = {
-        .dir = o->dir, .moe_runner = o->moe_runner ? o->moe_runner : "auto", .verify_scales = true};
+    const nbi_model_options mo = {.dir = o->dir,
+                                  .attention = &o->attention,
+                                  .moe_runner = o->moe_runner ? o->moe_runner : "auto",
+                                  .verify_scales = true};
     NB_TRY(nbi_model_open(&b->model, b->b, &mo, err));
     const nbi_config *c = nbi_model_config(b->model);
     const uint64_t length = longest(o);

@@ -12,6 +12,7 @@ typedef struct nbi_bench_options {
     const char *dir;
     const char *device;     /* NULL: cpu */
     const char *moe_runner; /* NULL: auto */
+    nbi_attention_names attention;
     nbi_backend_options backend;
     nbi_dtype kv_dtype;
     bool prefill;     /* else decode */

@@ -53,6 +53,7 @@ static nb_status cuda_open(nbi_backend **out, const nbi_backend_options *opt, nb
         return st;
     }
     c->base.memory_bytes = free_bytes;
+    c->base.sm = static_cast<uint32_t>(c->rt.sm);
     snprintf(c->base.description, sizeof c->base.description, "cuda (%.40s, sm_%d)", c->rt.name,
              c->rt.sm);
     *out = &c->base;

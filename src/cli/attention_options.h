@@ -1,0 +1,30 @@
+/* Rows of option tables that name attention backends, alike in every command that runs a model. */
+#pragma once
+
+#include "backend/attention_path.h"
+#include "cli/cli.h"
+
+/* The fields are const char *. */
+#define NBI_ATTENTION_OPTION_ROWS(both, prefill, decode, dsa_prefill, dsa_decode)                 \
+    {"attention-backend",                                                                         \
+     NBI_OPT_STRING,                                                                              \
+     &(both),                                                                                     \
+     "NAME",                                                                                      \
+     "auto (default), or a name of SGLang's (flashinfer, fa3, flashmla,\ntrtllm_mla, dsa, ...): " \
+     "refused with the reason where it\ncannot be meant on this device and model",                \
+     false},                                                                                      \
+        {"prefill-attention-backend",  NBI_OPT_STRING, &(prefill), "NAME",                        \
+         "the same for prompts alone", false},                                                    \
+        {"decode-attention-backend",   NBI_OPT_STRING, &(decode), "NAME",                         \
+         "the same for answers alone", false},                                                    \
+        {"dsa-prefill-backend",                                                                   \
+         NBI_OPT_STRING,                                                                          \
+         &(dsa_prefill),                                                                          \
+         "NAME",                                                                                  \
+         "the same for sparse attention: flashmla_sparse, fa3, tilelang, ...",                    \
+         false},                                                                                  \
+        {"dsa-decode-backend", NBI_OPT_STRING, &(dsa_decode), "NAME", "the same", false},         \
+        {"nsa-prefill-backend", NBI_OPT_STRING, &(dsa_prefill), "NAME", "older name", false},     \
+    {                                                                                             \
+        "nsa-decode-backend", NBI_OPT_STRING, &(dsa_decode), "NAME", "older name", false          \
+    }
