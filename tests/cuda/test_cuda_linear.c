@@ -144,13 +144,13 @@ static void test_oracle(void **state)
 static void test_large(void **state)
 {
     (void)state;
-    nbi_backend *b = open_for(2400, 1100, 140);
+    nbi_backend *b = open_for(2400, 1100, 180);
     for (size_t k = 0; k < N_KINDS; k++) {
         const bool fp8 = kinds[k] == NBI_WEIGHT_FP8_BLOCK;
         check_shape(b, kinds[k], 200, fp8 ? 1200 : 2400, 3, false);
         check_shape(b, kinds[k], 260, 192, 140, false);
         check_shape(b, kinds[k], 260, 272, 140, false);
-        check_shape(b, kinds[k], 520, 592, 130, false);
+        check_shape(b, kinds[k], 520, 592, 180, false);
     }
     /* 16 row tiles of a block between two passes are not all of it. */
     check_shape(b, NBI_WEIGHT_FP8_BLOCK, 1100, 1168, 1, false);

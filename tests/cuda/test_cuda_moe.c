@@ -3,7 +3,7 @@
 #include "cuda/gpu_util.h"
 #include "moe_util.h"
 
-static const nbi_limits limits = {.max_rows = 64,
+static const nbi_limits limits = {.max_rows = 320,
                                   .max_seqs = 8,
                                   .max_context = 1024,
                                   .max_logit_rows = 8,
@@ -229,6 +229,47 @@ static void test_bits(void **state)
     free(want);
     free_batch(&k);
     moe_free(&l);
+    gpu_close(b);
+}
+
+/* Several token tiles of an expert, the last of them of every height; chunks that end within a row;
+ * more units than blocks. */
+static void test_many_rows(void **state)
+{
+    (void)state;
+    static const struct {
+        nbi_weight_kind gate_up, down;
+        uint32_t hidden, inter;
+    } cases[] = {{NBI_WEIGHT_NVFP4, NBI_WEIGHT_NVFP4, 272, 144},
+                 {NBI_WEIGHT_FP8_BLOCK, NBI_WEIGHT_FP8_BLOCK, 192, 136},
+                 {NBI_WEIGHT_BF16, NBI_WEIGHT_FP8_TENSOR, 136, 72},
+                 {NBI_WEIGHT_F16, NBI_WEIGHT_BF16, 64, 328}};
+    enum { N = 300 };
+    nbi_backend *b = gpu_open(&limits);
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        moe_layer l;
+        moe_make(&l, cases[i].gate_up, cases[i].down, 4, 2, cases[i].hidden, cases[i].inter, false);
+        batch k = make_batch(&l, N);
+        for (uint32_t t = 0; t < N; t++) { /* about 280, 200, 90 and 30 pairs */
+            k.ids[2 * t] = t % 15 ? 2 : -1;
+            k.ids[2 * t + 1] = t % 3 ? 1 : t % 10 ? 0 : 3;
+        }
+        prepared p = prepare(b, "cuda_grouped", &l);
+        float *want = run(&p, k.x, k.ids, k.weights, N);
+        const uint32_t width = cases[i].hidden;
+        for (uint32_t t = 0; t < N; t += 37 + op_below(20)) { /* rows alone take other kernels */
+            const batch one = {k.x + (size_t)t * width, k.weights + 2 * t, k.ids + 2 * (size_t)t,
+                               1};
+            float *out = run(&p, one.x, one.ids, one.weights, 1);
+            check_oracle(&p, &one, out, 1e-2);
+            moe_same_bits(out, want + (size_t)t * width, width, "a row of many");
+            free(out);
+        }
+        release(&p);
+        free(want);
+        free_batch(&k);
+        moe_free(&l);
+    }
     gpu_close(b);
 }
 
@@ -554,7 +595,7 @@ int main(int argc, char **argv)
         cmocka_unit_test(test_oracle),     cmocka_unit_test(test_w4a4),
         cmocka_unit_test(test_bits),       cmocka_unit_test(test_routings),
         cmocka_unit_test(test_not_finite), cmocka_unit_test(test_names),
-        cmocka_unit_test(test_refusals),
+        cmocka_unit_test(test_many_rows),  cmocka_unit_test(test_refusals),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -609,31 +609,46 @@ template <int N> NBI_DEV void nbi_wgmma_hold(float (&d)[N])
 #define NBI_D8(i)                                                                               \
     "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), \
         "+f"(d[i + 6]), "+f"(d[i + 7])
-#define NBI_D32(i) NBI_D8(i), NBI_D8(i + 8), NBI_D8(i + 16), NBI_D8(i + 24)
-#define NBI_WGMMA_128(type)                                                                    \
-    asm volatile("{.reg .pred p; setp.ne.u32 p, %69, 0; "                                      \
-                 "wgmma.mma_async.sync.aligned.m64n128k16.f32." type "." type " "              \
-                 "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "     \
-                 "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, " \
-                 "%31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, " \
-                 "%46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, " \
-                 "%61, %62, %63}, {%64, %65, %66, %67}, %68, p, 1, 1, 0;}"                     \
-                 : NBI_D32(0), NBI_D32(32)                                                     \
+#define NBI_D16(i) NBI_D8(i), NBI_D8(i + 8)
+#define NBI_D32(i) NBI_D16(i), NBI_D16(i + 16)
+#define NBI_R16    "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+#define NBI_R32 \
+    NBI_R16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define NBI_R64                                                                                  \
+    NBI_R32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
+            "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+/* ab: places of a and b; more: of `more`. */
+#define NBI_WGMMA(n, type, results, ab, more_at, ...)                                        \
+    asm volatile("{.reg .pred p; setp.ne.u32 p, " more_at ", 0; "                            \
+                 "wgmma.mma_async.sync.aligned.m64n" n "k16.f32." type "." type " {" results \
+                 "}, " ab ", p, 1, 1, 0;}"                                                   \
+                 : __VA_ARGS__                                                               \
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)more))
+#define NBI_WGMMA_N(type)                                                               \
+    if constexpr (N == 128)                                                             \
+        NBI_WGMMA("128", type, NBI_R64, "{%64, %65, %66, %67}, %68", "%69", NBI_D32(0), \
+                  NBI_D32(32));                                                         \
+    else if constexpr (N == 64)                                                         \
+        NBI_WGMMA("64", type, NBI_R32, "{%32, %33, %34, %35}, %36", "%37", NBI_D32(0)); \
+    else                                                                                \
+        NBI_WGMMA("32", type, NBI_R16, "{%16, %17, %18, %19}, %20", "%21", NBI_D16(0))
 
-/* d = a b, or d += a b with `more`: 64 rows by 128 columns, k-step of 16, by the four warps of a
- * warpgroup; asynchronous, see nbi_wgmma_wait(). Warp w of the group has rows 16 w ... 16 w + 15: a
- * as in nbi_mma_f16(); d[4 n ... 4 n + 3] are its d of columns 8 n ... 8 n + 7. */
-template <bool BF16>
-NBI_DEV void nbi_wgmma_128(float (&d)[64], const uint32_t (&a)[4], uint64_t b, bool more)
+/* d = a b, or d += a b with `more`: 64 rows by N columns (32, 64, 128), k-step of 16, by the four
+ * warps of a warpgroup; asynchronous, see nbi_wgmma_wait(). Warp w of the group has rows
+ * 16 w ... 16 w + 15: a as in nbi_mma_f16(); d[4 n ... 4 n + 3] are its d of columns
+ * 8 n ... 8 n + 7. */
+template <int N, bool BF16>
+NBI_DEV void nbi_wgmma(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b, bool more)
 {
+    static_assert(N == 32 || N == 64 || N == 128, "columns of a wgmma");
 #if NBI_EMULATED
-    nbi_emu_wgmma(d, a, b, 128, BF16, more);
+    nbi_emu_wgmma(d, a, b, N, BF16, more);
 #elif NBI_SM90A
-    if (BF16)
-        NBI_WGMMA_128("bf16");
-    else
-        NBI_WGMMA_128("f16");
+    if constexpr (BF16) {
+        NBI_WGMMA_N("bf16");
+    } else {
+        NBI_WGMMA_N("f16");
+    }
 #else
     __trap();
 #endif

@@ -47,7 +47,8 @@ struct wide_at {
     return {(group * GROUP + in % height) * NBI_WIDE_ROW_TILES, in / height * NBI_WIDE_TOKENS};
 }
 
-[[maybe_unused]] static NBI_DEV void put_rows(const nbi_linear_call &a, const float (&y)[64],
+template <uint32_t N>
+[[maybe_unused]] static NBI_DEV void put_rows(const nbi_linear_call &a, const float (&y)[N / 2],
                                               uint32_t rt, uint32_t token0)
 {
     const uint32_t g = (uint32_t)nbi_lane() / 4, t = (uint32_t)nbi_lane() % 4;
@@ -57,7 +58,7 @@ struct wide_at {
         if (row >= a.w.rows) continue;
         const float factor = nbi_linear_factor(a, row), bias = a.bias ? a.bias[row] : 0;
 #pragma unroll
-        for (uint32_t n = 0; n < NBI_WIDE_TOKENS / 8; n++)
+        for (uint32_t n = 0; n < N / 8; n++)
 #pragma unroll
             for (uint32_t j = 0; j < 2; j++) {
                 const uint32_t token = token0 + n * 8 + 2 * t + j;
@@ -82,12 +83,13 @@ static NBI_DEV void consume(const nbi_linear_call &a, nbi_wide_shared *shared, u
     k.open(shared, a.w, row_tile(blockIdx.x));
     nbi_wait_before();
     nbi_let_next();
-    k.begin();
     for (uint32_t i = blockIdx.x; i < n_units; i += gridDim.x) {
         const wide_at at = unit_at(a, i);
-        float y[64];
-        k.unit(y, a.w, row_tile(i), a.w, row_tile(i + gridDim.x));
-        put_rows(a, y, at.rt + warp, at.token);
+        nbi_wide_by_tokens(a.n_tokens - at.token, [&]<uint32_t N>() {
+            float y[N / 2];
+            k.template unit<N>(y, a.w, row_tile(i), a.w, row_tile(i + gridDim.x));
+            put_rows<N>(a, y, at.rt + warp, at.token);
+        });
     }
 }
 
@@ -142,9 +144,7 @@ bool nbi_linear_wide(nbi_cuda *c, const nbi_linear_call *a)
 {
     const uint32_t n_units =
         nbi_ceil_div(a->w.n_rt, NBI_WIDE_ROW_TILES) * nbi_ceil_div(a->n_tokens, NBI_WIDE_TOKENS);
-    if (c->rt.sm != 90 || a->n_tokens <= 64 || nbi_linear_chunks(&a->w) < 2 ||
-        n_units * 3 < (uint32_t)c->rt.n_sms)
-        return false;
+    if (c->rt.sm != 90 || a->n_tokens <= 64 || n_units * 3 < (uint32_t)c->rt.n_sms) return false;
     switch (a->w.kind) {
     case NBI_WEIGHT_NVFP4:
         if (a->input_scale > 0)

@@ -5,7 +5,7 @@
  * columns a stage, into a ring in shared memory; each of the other two multiplies them with 64 rows
  * of weights, which go from memory to A fragments in its registers, a few tiles ahead. While four
  * k-steps are under way, the fragments of the next four are unpacked. A block takes one unit (128
- * rows, 128 tokens) after the other; the ring and the weights run ahead into the next unit.
+ * rows, up to 128 tokens) after the other; the ring and the weights run ahead into the next unit.
  *
  * Converted rows lie in memory as [row][n_kt][128 bytes]: 16 bytes for each half of a k-step, in
  * the order of columns 0 1 4 5 8 9 12 13, then 2 3 6 7 10 11 14 15, so that column c of a k-step is
@@ -90,6 +90,12 @@ struct nbi_wide_stage {
     char pad[512];                              /* to 1,024 */
 };
 
+/* Tokens that a unit multiplies. */
+NBI_DEV uint32_t nbi_wide_padded(uint32_t n_tokens)
+{
+    return n_tokens > 64 ? 128 : n_tokens > 32 ? 64 : 32;
+}
+
 struct nbi_wide_shared {
     nbi_wide_stage stages[NBI_WIDE_STAGES];
     uint64_t full[NBI_WIDE_STAGES], empty[NBI_WIDE_STAGES];
@@ -132,6 +138,7 @@ struct nbi_wide_producer {
             const uint32_t r = r0 + 16 * i;
             from[i] = (r < n_tokens ? row(r) : 0) * n_kt * 8 + q;
         }
+        const uint32_t n_padded = nbi_wide_padded(n_tokens);
         const bool mine = threadIdx.x < n_tokens;
         units += mine ? (size_t)row(threadIdx.x) * n_chunks : 0;
         const uint32_t to = r0 * NBI_WIDE_K_BYTES + (q ^ r0 % 8) * 16;
@@ -144,9 +151,10 @@ struct nbi_wide_producer {
                 nbi_bar_wait(&shared->empty[it % NBI_WIDE_STAGES], (it / NBI_WIDE_STAGES & 1) ^ 1);
 #pragma unroll
                 for (uint32_t i = 0; i < 8; i++)
-                    nbi_copy_async(stage->x + to + i * 16 * NBI_WIDE_K_BYTES,
-                                   rows + ((size_t)from[i] + (kt < n_kt ? kt : 0) * 8) * 16,
-                                   kt < n_kt && r0 + 16 * i < n_tokens);
+                    if (16 * i < n_padded)
+                        nbi_copy_async(stage->x + to + i * 16 * NBI_WIDE_K_BYTES,
+                                       rows + ((size_t)from[i] + (kt < n_kt ? kt : 0) * 8) * 16,
+                                       kt < n_kt && r0 + 16 * i < n_tokens);
                 nbi_copy_commit();
                 if (j == TILES - 1) stage->unit[threadIdx.x] = two_e;
                 if (it >= NBI_WIDE_LAG) {
@@ -180,8 +188,7 @@ struct nbi_wide_row {
     const char *data, *scales;
 };
 
-/* A warp of the second or third warpgroup: 16 rows of a unit. Rows have two chunks at least, since
- * weights are asked for a chunk ahead, and what is behind the next unit is not known. */
+/* A warp of the second or third warpgroup: 16 rows of a unit. */
 template <nbi_weight_kind KIND> struct nbi_wide_consumer {
     static constexpr uint32_t TILES = nbi_chunk_tiles(KIND), AHEAD = nbi_wide_ahead(KIND);
 
@@ -229,13 +236,7 @@ template <nbi_weight_kind KIND> struct nbi_wide_consumer {
         here = next = row_tile(w, rt);
 #pragma unroll
         for (uint32_t i = 0; i < AHEAD; i++) load(ahead[i], i);
-    }
-
-    /* The fragments of the first unit's first tile. */
-    NBI_DEV void begin()
-    {
         unpack(a[0], ahead[0]);
-        load(ahead[0], AHEAD);
     }
 
     NBI_DEV void release(uint32_t i)
@@ -244,27 +245,30 @@ template <nbi_weight_kind KIND> struct nbi_wide_consumer {
         if (nbi_lane() == 0) nbi_bar_arrive(&shared->empty[i % NBI_WIDE_STAGES]);
     }
 
-    NBI_DEV void add_chunk(float (&y)[64], float (&p)[64], const float *unit,
+    template <uint32_t N>
+    NBI_DEV void add_chunk(float (&y)[N / 2], const float (&p)[N / 2], const float *unit,
                            const nbi_f32x2 &block)
     {
         unit += (uint32_t)nbi_lane() % 4 * 2;
 #pragma unroll
-        for (uint32_t n = 0; n < NBI_WIDE_TOKENS / 8; n++) {
+        for (uint32_t n = 0; n < N / 8; n++) {
             const nbi_f32x2 two_e = *reinterpret_cast<const nbi_f32x2 *>(unit + n * 8);
             nbi_chunk_add(y + 4 * n, p + 4 * n, two_e.v, block);
         }
     }
 
-    /* y = the sums of a unit: y[4 n + i] is d[i] of nbi_mma_f16() for tokens 8 n ... 8 n + 7. w,
-     * rt: this unit's; after, after_rt: the next one's (any, if there is none). */
-    NBI_DEV void unit(float (&y)[64], const nbi_cuda_packed &w, uint32_t rt,
+    /* y = the sums of a unit with up to N tokens: y[4 n + i] is d[i] of nbi_mma_f16() for tokens
+     * 8 n ... 8 n + 7. w, rt: this unit's; after, after_rt: the next one's (any, if there is none).
+     */
+    template <uint32_t N>
+    NBI_DEV void unit(float (&y)[N / 2], const nbi_cuda_packed &w, uint32_t rt,
                       const nbi_cuda_packed &after, uint32_t after_rt)
     {
         here = row_tile(w, rt);
         next = row_tile(after, after_rt);
 #pragma unroll
-        for (uint32_t i = 0; i < 64; i++) y[i] = 0;
-        float p[64];
+        for (uint32_t i = 0; i < N / 2; i++) y[i] = 0;
+        float p[N / 2];
 #pragma unroll 1
         for (uint32_t c = 0; c < n_chunks; c++) {
             const nbi_f32x2 block = nbi_tile_block_scale<KIND>(w, rt, c);
@@ -277,16 +281,16 @@ template <nbi_weight_kind KIND> struct nbi_wide_consumer {
                 nbi_wgmma_begin();
 #pragma unroll
                 for (uint32_t k = 0; k < NBI_TILE_STEPS; k++)
-                    nbi_wgmma_128<KIND == NBI_WEIGHT_BF16>(p, a[j % 2][k], b + 2 * k, j || k);
+                    nbi_wgmma<N, KIND == NBI_WEIGHT_BF16>(p, a[j % 2][k], b + 2 * k, j || k);
                 nbi_wgmma_commit();
                 nbi_wgmma_wait<1>();
                 if (j) release(it - 1);
+                load(ahead[j % AHEAD], c * TILES + j + AHEAD);
                 unpack(a[(j + 1) % 2], ahead[(j + 1) % AHEAD]);
-                load(ahead[(j + 1) % AHEAD], c * TILES + j + 1 + AHEAD);
                 if (j == TILES - 1) {
                     nbi_wgmma_wait<0>();
                     nbi_wgmma_hold(p);
-                    add_chunk(y, p, stage->unit, block);
+                    add_chunk<N>(y, p, stage->unit, block);
                     release(it);
                 }
                 it++;
@@ -298,3 +302,15 @@ template <nbi_weight_kind KIND> struct nbi_wide_consumer {
 /* Registers: 128 * (40 + 2 * 232) are all that a multiprocessor has but 1,024. */
 #define NBI_WIDE_PRODUCER_REGISTERS 40
 #define NBI_WIDE_CONSUMER_REGISTERS 232
+
+/* body.run<N>() for a unit of n_tokens. */
+template <class Body> NBI_DEV void nbi_wide_by_tokens(uint32_t n_tokens, Body body)
+{
+    const uint32_t n = nbi_wide_padded(n_tokens);
+    if (n == 128)
+        body.template operator()<128>();
+    else if (n == 64)
+        body.template operator()<64>();
+    else
+        body.template operator()<32>();
+}

@@ -11,6 +11,7 @@
  *
  * Grids have the size that the counts allow; blocks behind the real work leave at once. Weights go
  * from memory to fragments in registers, rows of x through a ring in shared memory. */
+#include "moe/cuda/moe_grouped.h"
 #include "moe/cuda/moe_tiles.h"
 
 #define THREADS  256u
@@ -19,26 +20,11 @@
 #define STAGES   4u    /* k-tiles of x on their way or in use */
 #define TILE_MAX 128u  /* tokens */
 
-/* Tokens of one expert that a block takes. */
-struct token_tile {
-    uint32_t expert, first, n; /* places */
-};
+/* Pairs of an expert from which warpgroups are ahead, where there are any. */
+#define WIDE_PAIRS 12u
 
-struct totals {
-    uint32_t n_tiles, n_places;
-};
-
-/* Device memory of one pass. */
-struct work {
-    uint32_t *count; /* [n_experts] */
-    uint32_t *pair;  /* [pairs] at a place */
-    uint32_t *place; /* [pairs] of a pair that has an expert */
-    token_tile *tiles;
-    totals *total;
-    char *xc, *hc;  /* converted rows */
-    float *xe, *he; /* 2^e, [rows][chunks] */
-    float *h, *y;   /* [pairs][inter], [pairs][hidden]: one memory, h ends where y begins to live */
-};
+using work = nbi_moe_work;
+using token_tile = nbi_moe_token_tile;
 
 static NBI_DEV bool valid(int32_t id, uint32_t n_experts)
 {
@@ -507,10 +493,16 @@ bool nbi_moe_grouped_fits(const nbi_cuda *c, const nbi_moe_shape *s)
     return product_shared(narrow::TOKENS, most_chunks(s)) <= c->rt.shared_max;
 }
 
-/* Tokens of a tile, by the average of an expert. */
+/* Pairs of an expert, on average. */
+static uint32_t pairs_each(const nbi_moe_shape *s, uint32_t n_rows)
+{
+    return nbi_ceil_div(n_rows * s->top_k, s->n_experts);
+}
+
+/* Tokens of a tile. */
 static uint32_t choose_tokens(const nbi_cuda *c, const nbi_moe_shape *s, uint32_t n_rows)
 {
-    const uint32_t each = nbi_ceil_div(n_rows * s->top_k, s->n_experts), chunks = most_chunks(s);
+    const uint32_t each = pairs_each(s, n_rows), chunks = most_chunks(s);
     const bool fp4 = s->kind_gate_up == NBI_WEIGHT_NVFP4 && s->kind_down == NBI_WEIGHT_NVFP4;
     const uint32_t most = fp4 ? large::TOKENS : wide::TOKENS;
     if (each > 56 && product_shared(most, chunks) <= c->rt.shared_max) return most;
@@ -553,7 +545,22 @@ struct pass {
     const int32_t *ids;
     float *out;
     uint32_t n_rows, n_pairs, tokens, n_tiles;
+    bool wide; /* the products of moe_wide.cu */
 };
+
+static nbi_moe_wide_args wide_args(const pass &s)
+{
+    nbi_moe_wide_args a = {};
+    a.w = s.w;
+    a.ids = s.ids;
+    a.x = s.x;
+    a.top_k = s.l->shape.top_k;
+    a.n_experts = s.l->shape.n_experts;
+    a.n_rows = s.n_rows;
+    a.n_pairs = s.n_pairs;
+    a.n_tiles = s.n_tiles;
+    return a;
+}
 
 template <nbi_weight_kind KIND> static void launch_up(const pass &s)
 {
@@ -570,17 +577,20 @@ template <nbi_weight_kind KIND> static void launch_up(const pass &s)
     b.n_rows = s.n_rows;
     b.cols = shape.hidden;
     b.count_blocks = nbi_ceil_div(shape.n_experts, WARPS);
-    const uint32_t items = (by_pair ? s.n_pairs : s.n_rows) * chunks_of(KIND, shape.hidden);
+    uint32_t items = (by_pair ? s.n_pairs : s.n_rows) * chunks_of(KIND, shape.hidden);
+    if (s.wide) items = 0; /* only counts */
     nbi_launch(&s.c->rt, dim3(b.count_blocks + nbi_ceil_div(items, WARPS)), dim3(THREADS), 0,
                begin_kernel<KIND>, b);
     nbi_launch(&s.c->rt, dim3(b.count_blocks), dim3(THREADS), 0, place_kernel, s.w, s.ids,
                s.n_pairs, shape.n_experts, s.tokens);
+    if (s.wide) return nbi_moe_wide_gate_up(s.c, wide_args(s), s.l->gate_up);
     launch_product<KIND, true>(s.c, {s.l->gate_up, s.w, s.w.h, by_pair ? 1 : shape.top_k},
                                s.n_tiles, s.tokens);
 }
 
 template <nbi_weight_kind KIND> static void launch_down(const pass &s)
 {
+    if (s.wide) return nbi_moe_wide_down(s.c, wide_args(s), s.l->down);
     const nbi_moe_shape &shape = s.l->shape;
     const uint32_t items = s.n_pairs * chunks_of(KIND, shape.inter);
     nbi_launch(&s.c->rt, dim3(nbi_ceil_div(items, WARPS)), dim3(THREADS), 0, convert_kernel<KIND>,
@@ -609,7 +619,8 @@ void nbi_moe_grouped_run(nbi_cuda *c, const nbi_moe_layer *l, const nbi_moe_args
         const size_t first = (size_t)row * l->shape.top_k;
         s.n_rows = pass_rows(a->n_rows - row);
         s.n_pairs = s.n_rows * l->shape.top_k;
-        s.tokens = choose_tokens(c, &l->shape, s.n_rows);
+        s.wide = c->rt.sm == 90 && pairs_each(&l->shape, s.n_rows) >= WIDE_PAIRS;
+        s.tokens = s.wide ? NBI_MOE_WIDE_TOKENS : choose_tokens(c, &l->shape, s.n_rows);
         s.n_tiles = most_tiles(s.n_pairs, l->shape.n_experts, s.tokens);
         s.x = static_cast<const float *>(a->x) + (size_t)row * l->shape.hidden;
         s.out = static_cast<float *>(a->out) + (size_t)row * l->shape.hidden;
