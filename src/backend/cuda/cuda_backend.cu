@@ -367,7 +367,6 @@ FLUSH(gqa_append)
 FLUSH(index_append)
 FLUSH(index_select)
 FLUSH(index_reuse)
-FLUSH(route)
 FLUSH(gather)
 FLUSH(add)
 FLUSH(sample)
@@ -403,7 +402,7 @@ const nbi_backend_ops nbi_cuda_ops = {
     .index_append = flush_index_append,
     .index_select = flush_index_select,
     .index_reuse = flush_index_reuse,
-    .route = flush_route,
+    .route = nbi_cuda_route_now,
     .gather = flush_gather,
     .add = flush_add,
     .sample = flush_sample,

@@ -71,7 +71,8 @@ struct nbi_cuda {
     nbi_linear_args pending[NBI_CUDA_PENDING];
     uint32_t n_pending;
     nbi_rmsnorm_args norm;
-    bool norm_pending;
+    nbi_linear_args router; /* the exact product behind the norm: waits for `route` */
+    bool norm_pending, router_pending;
     nbi_cuda_waiting waiting; /* the same; never beside these */
 
     uint32_t *arrivals; /* device, [NBI_CUDA_ARRIVALS]: blocks of a group that are done; zero
@@ -120,6 +121,7 @@ nb_status nbi_cuda_weight_prepare(nbi_backend *b, nbi_weight **out, const nbi_ma
                                   nb_error *err);
 void nbi_cuda_weight_release(nbi_backend *b, nbi_weight **w);
 void nbi_cuda_linear(nbi_backend *b, const nbi_linear_args *a);
+void nbi_cuda_route_now(nbi_backend *b, const nbi_route_args *a);
 void nbi_cuda_rmsnorm_later(nbi_backend *b, const nbi_rmsnorm_args *a);
 /* elementwise.cu */
 void nbi_cuda_embed(nbi_backend *b, const nbi_embed_args *a);

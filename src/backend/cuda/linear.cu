@@ -1,5 +1,6 @@
 /* The operator y = x W^T + bias: which kernel. Callers: the backend's table. */
 #include "backend/cuda/cuda_linear.h"
+#include "backend/cuda/router.h"
 #include "backend/cuda/stream_linear.h"
 
 size_t nbi_cuda_linear_scratch(const nbi_cuda *c, const nbi_limits *limits)
@@ -36,13 +37,27 @@ void nbi_cuda_flush(nbi_cuda *c)
 {
     if (c->waiting.what == NBI_CUDA_WAITS_GQA) nbi_cuda_gqa_append_now(c);
     const uint32_t n = c->n_pending;
-    const bool norm = c->norm_pending;
+    const bool norm = c->norm_pending, router = c->router_pending;
     c->n_pending = 0;
-    c->norm_pending = false;
+    c->norm_pending = c->router_pending = false;
     if (n)
         nbi_cuda_stream_linear(c, c->pending, n, norm ? &c->norm : NULL);
     else if (norm)
         nbi_cuda_rmsnorm(&c->base, &c->norm);
+    if (router) run(c, &c->router);
+}
+
+/* Behind a norm and its router's product: all three at once. */
+void nbi_cuda_route_now(nbi_backend *b, const nbi_route_args *a)
+{
+    nbi_cuda *c = nbi_cuda_of(b);
+    if (c->router_pending && nbi_cuda_router_fits(&c->router, a)) {
+        c->norm_pending = c->router_pending = false;
+        nbi_cuda_router(c, &c->norm, &c->router, a);
+        return;
+    }
+    nbi_cuda_flush(c);
+    nbi_cuda_route(b, a);
 }
 
 /* A norm of few rows waits for the products of what it makes. */
@@ -66,6 +81,13 @@ void nbi_cuda_linear(nbi_backend *b, const nbi_linear_args *a)
     if (c->waiting.what != NBI_CUDA_WAITS_NOT) nbi_cuda_flush(c);
     if (!a->n_rows || !nbi_cuda_packed_of(a->w)->rows) return;
     const bool apart = c->norm_pending && !nbi_cuda_norm_before(&c->norm, a);
+    if (c->norm_pending && !apart && !c->router_pending && !c->n_pending &&
+        nbi_cuda_router_waits(c, &c->norm, a)) {
+        c->router = *a;
+        c->router_pending = true;
+        return;
+    }
+    if (c->router_pending) nbi_cuda_flush(c);
     if (!apart && c->n_pending < NBI_CUDA_PENDING) {
         c->pending[c->n_pending] = *a;
         if (nbi_cuda_stream_fits(c, c->pending, c->n_pending + 1)) {
