@@ -1,7 +1,7 @@
 /* Many rows: (row, slot) pairs are sorted by expert, and every expert's rows are multiplied with
  * its weights on the matrix units. Callers: the runners cuda_grouped and cuda.
  *
- *   begin    pairs per expert are counted; x is converted once (with
+ *   begin    pairs per expert are counted, in segments of 256; x is converted once (with
  *            NVFP4 activations once per pair: experts have their own scales)
  *   place    pairs go to their places: by expert, then in order; the list of token tiles is built
  *   gate_up  a block is (row tiles of an expert, token tile); SwiGLU in a thread; h in float32
@@ -39,21 +39,21 @@ struct begin_args {
     uint32_t top_k;
     const int32_t *ids; /* [n_pairs] */
     const float *x;     /* [n_rows][cols] */
-    uint32_t n_pairs, n_experts, n_rows, cols, count_blocks;
+    uint32_t n_pairs, n_experts, n_rows, cols, segments;
 };
 
-static NBI_DEV uint32_t count_expert(const int32_t *ids, uint32_t n_pairs, uint32_t e)
+/* Pairs of every expert among the THREADS pairs of a segment. */
+static NBI_DEV void count_segment(const begin_args &a, uint32_t segment)
 {
-    uint32_t n = 0;
-    for (uint32_t i0 = 0; i0 < n_pairs; i0 += 4 * NBI_WARP) {
-#pragma unroll
-        for (uint32_t j = 0; j < 4; j++) {
-            const uint32_t i = i0 + j * NBI_WARP + (uint32_t)nbi_lane();
-            const bool same = i < n_pairs && ids[i] == (int32_t)e;
-            n += (uint32_t)__popc(__ballot_sync(NBI_FULL_MASK, same));
-        }
-    }
-    return n;
+    __shared__ uint32_t count[NBI_MOE_EXPERTS_MAX];
+    for (uint32_t e = threadIdx.x; e < a.n_experts; e += THREADS) count[e] = 0;
+    __syncthreads();
+    const uint32_t i = segment * THREADS + threadIdx.x;
+    const int32_t id = i < a.n_pairs ? a.ids[i] : -1;
+    if (valid(id, a.n_experts)) atomicAdd(&count[id], 1u);
+    __syncthreads();
+    for (uint32_t e = threadIdx.x; e < a.n_experts; e += THREADS)
+        a.w.count[(size_t)segment * a.n_experts + e] = count[e];
 }
 
 /* One chunk of the row at x, by one warp. */
@@ -75,14 +75,8 @@ static __global__ void __launch_bounds__(THREADS) begin_kernel(const begin_args 
     nbi_wait_before();
     nbi_let_next();
     const uint32_t warp = threadIdx.x / NBI_WARP;
-    if (blockIdx.x < a.count_blocks) {
-        const uint32_t e = blockIdx.x * WARPS + warp;
-        if (e >= a.n_experts) return;
-        const uint32_t n = count_expert(a.ids, a.n_pairs, e);
-        if (nbi_lane() == 0) a.w.count[e] = n;
-        return;
-    }
-    const uint32_t item = (blockIdx.x - a.count_blocks) * WARPS + warp;
+    if (blockIdx.x < a.segments) return count_segment(a, blockIdx.x);
+    const uint32_t item = (blockIdx.x - a.segments) * WARPS + warp;
     constexpr uint32_t CHUNK = nbi_chunk_tiles(KIND) * NBI_TILE_COLS;
     const uint32_t n_chunks = (a.cols + CHUNK - 1) / CHUNK, to_row = item / n_chunks;
     if (to_row >= (a.input_scale ? a.n_pairs : a.n_rows)) return;
@@ -96,43 +90,65 @@ static __global__ void __launch_bounds__(THREADS) begin_kernel(const begin_args 
     convert<KIND>(a.w.xc, a.w.xe, a.x + row * a.cols, a.cols, to_row, item % n_chunks, scale);
 }
 
-/* A warp per expert. What stands before an expert it adds up itself. */
+/* Of each expert. */
+struct places {
+    uint32_t count[NBI_MOE_EXPERTS_MAX];
+    uint32_t first[NBI_MOE_EXPERTS_MAX]; /* place of its first pair of the segment */
+    uint32_t tiles[NBI_MOE_EXPERTS_MAX];
+};
+
+/* counts, and what is before the block's segment. */
+static NBI_DEV void add_segments(places &p, const work &w, uint32_t n_experts, uint32_t tile)
+{
+    for (uint32_t e = threadIdx.x; e < n_experts; e += THREADS) {
+        uint32_t all = 0, before = 0;
+#pragma unroll 8
+        for (uint32_t s = 0; s < gridDim.x; s++) {
+            const uint32_t n = w.count[(size_t)s * n_experts + e];
+            all += n;
+            before += s < blockIdx.x ? n : 0;
+        }
+        p.count[e] = all;
+        p.first[e] = before;
+        p.tiles[e] = (all + tile - 1) / tile;
+    }
+}
+
+/* A block per segment; tiles of expert e are listed by block e % blocks. */
 static __global__ void __launch_bounds__(THREADS)
     place_kernel(const work w, const int32_t *ids, uint32_t n_pairs, uint32_t n_experts,
                  uint32_t tile)
 {
+    __shared__ places p;
+    __shared__ int32_t segment[THREADS];
     nbi_wait_before();
     nbi_let_next();
-    const uint32_t e = blockIdx.x * WARPS + threadIdx.x / NBI_WARP, lane = (uint32_t)nbi_lane();
-    if (e >= n_experts) return;
-    uint32_t first = 0, first_tile = 0;
-    for (uint32_t i = lane; i < e; i += NBI_WARP) {
-        first += w.count[i];
-        first_tile += (w.count[i] + tile - 1) / tile;
-    }
-#pragma unroll
-    for (int d = 16; d; d /= 2) {
-        first += __shfl_xor_sync(NBI_FULL_MASK, first, d);
-        first_tile += __shfl_xor_sync(NBI_FULL_MASK, first_tile, d);
-    }
-    const uint32_t n = w.count[e], n_tiles = (n + tile - 1) / tile;
-    for (uint32_t i = lane; i < n_tiles; i += NBI_WARP) {
-        const uint32_t left = n - i * tile;
-        w.tiles[first_tile + i] = {e, first + i * tile, left < tile ? left : tile};
-    }
-    if (e + 1 == n_experts && lane == 0) *w.total = {first_tile + n_tiles, first + n};
-    if (!n) return;
-    for (uint32_t i0 = 0; i0 < n_pairs; i0 += NBI_WARP) {
-        const uint32_t i = i0 + lane;
-        const bool same = i < n_pairs && ids[i] == (int32_t)e;
-        const uint32_t all = __ballot_sync(NBI_FULL_MASK, same);
-        if (same) {
-            const uint32_t at = first + (uint32_t)__popc(all & ((1u << lane) - 1));
-            w.pair[at] = i;
-            w.place[i] = at;
+    const uint32_t i = blockIdx.x * THREADS + threadIdx.x;
+    const int32_t id = i < n_pairs ? ids[i] : -1;
+    segment[threadIdx.x] = id;
+    add_segments(p, w, n_experts, tile);
+    __syncthreads();
+    for (uint32_t e = threadIdx.x; e < n_experts; e += THREADS) {
+        uint32_t first = 0, first_tile = 0;
+        for (uint32_t k = 0; k < e; k++) {
+            first += p.count[k];
+            first_tile += p.tiles[k];
         }
-        first += (uint32_t)__popc(all);
+        if (e % gridDim.x == blockIdx.x)
+            for (uint32_t k = 0; k < p.tiles[e]; k++) {
+                const uint32_t left = p.count[e] - k * tile;
+                w.tiles[first_tile + k] = {e, first + k * tile, left < tile ? left : tile};
+            }
+        if (e + 1 == n_experts && blockIdx.x == 0)
+            *w.total = {first_tile + p.tiles[e], first + p.count[e]};
+        p.first[e] += first;
     }
+    __syncthreads();
+    if (!valid(id, n_experts)) return;
+    uint32_t at = p.first[id];
+    for (uint32_t k = 0; k < threadIdx.x; k++) at += segment[k] == id;
+    w.pair[at] = i;
+    w.place[i] = at;
 }
 
 template <nbi_weight_kind KIND>
@@ -431,6 +447,11 @@ static uint32_t most_tiles(uint32_t n_pairs, uint32_t n_experts, uint32_t tokens
     return n < n_pairs ? n : n_pairs;
 }
 
+static uint32_t segments_of(uint32_t n_pairs)
+{
+    return nbi_ceil_div(n_pairs, THREADS);
+}
+
 static size_t lay_out(work *w, char *base, const nbi_moe_shape *s, uint32_t n_rows)
 {
     const size_t pairs = (size_t)n_rows * s->top_k;
@@ -441,7 +462,8 @@ static size_t lay_out(work *w, char *base, const nbi_moe_shape *s, uint32_t n_ro
         void **at;
         size_t bytes;
     } parts[] = {
-        {reinterpret_cast<void **>(&w->count), s->n_experts * sizeof *w->count},
+        {reinterpret_cast<void **>(&w->count),
+         (size_t)segments_of((uint32_t)pairs) * s->n_experts * sizeof *w->count},
         {reinterpret_cast<void **>(&w->pair), pairs * sizeof *w->pair},
         {reinterpret_cast<void **>(&w->place), pairs * sizeof *w->place},
         {reinterpret_cast<void **>(&w->tiles),
@@ -576,13 +598,13 @@ template <nbi_weight_kind KIND> static void launch_up(const pass &s)
     b.n_experts = shape.n_experts;
     b.n_rows = s.n_rows;
     b.cols = shape.hidden;
-    b.count_blocks = nbi_ceil_div(shape.n_experts, WARPS);
+    b.segments = segments_of(s.n_pairs);
     uint32_t items = (by_pair ? s.n_pairs : s.n_rows) * chunks_of(KIND, shape.hidden);
     if (s.wide) items = 0; /* only counts */
-    nbi_launch(&s.c->rt, dim3(b.count_blocks + nbi_ceil_div(items, WARPS)), dim3(THREADS), 0,
+    nbi_launch(&s.c->rt, dim3(b.segments + nbi_ceil_div(items, WARPS)), dim3(THREADS), 0,
                begin_kernel<KIND>, b);
-    nbi_launch(&s.c->rt, dim3(b.count_blocks), dim3(THREADS), 0, place_kernel, s.w, s.ids,
-               s.n_pairs, shape.n_experts, s.tokens);
+    nbi_launch(&s.c->rt, dim3(b.segments), dim3(THREADS), 0, place_kernel, s.w, s.ids, s.n_pairs,
+               shape.n_experts, s.tokens);
     if (s.wide) return nbi_moe_wide_gate_up(s.c, wide_args(s), s.l->gate_up);
     launch_product<KIND, true>(s.c, {s.l->gate_up, s.w, s.w.h, by_pair ? 1 : shape.top_k},
                                s.n_tiles, s.tokens);

@@ -15,7 +15,7 @@ struct nbi_moe_totals {
 
 /* Device memory of one pass. */
 struct nbi_moe_work {
-    uint32_t *count; /* [n_experts] */
+    uint32_t *count; /* [segments][n_experts] */
     uint32_t *pair;  /* [pairs] at a place */
     uint32_t *place; /* [pairs] of a pair that has an expert */
     nbi_moe_token_tile *tiles;
