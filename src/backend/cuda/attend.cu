@@ -105,11 +105,22 @@ void nbi_cuda_attend_merge(nbi_cuda *c, const nbi_cuda_attend *a, uint32_t split
                dim3(PLAIN_THREADS), 0, merge_kernel, *a, splits);
 }
 
-void nbi_cuda_attend_run(nbi_cuda *c, const nbi_cuda_attend *a)
+uint32_t nbi_cuda_attend_run(nbi_cuda *c, const nbi_cuda_attend *a)
 {
-    if (!a->n_rows || nbi_cuda_attend_gqa(c, a) || nbi_cuda_attend_mla(c, a)) return;
+    uint32_t unmerged = 0;
+    if (!a->n_rows || nbi_cuda_attend_gqa(c, a) || nbi_cuda_attend_mla(c, a, &unmerged))
+        return unmerged;
     nbi_launch(&c->rt, dim3(a->n_rows, a->n_heads), dim3(PLAIN_THREADS), plain_shared(a),
                a->bf16 ? plain_kernel<true> : plain_kernel<false>, *a);
+    return 0;
+}
+
+void nbi_cuda_append_now(nbi_cuda *c)
+{
+    const nbi_cuda_waits what = c->waiting.what;
+    c->waiting.what = NBI_CUDA_WAITS_NOT;
+    if (what == NBI_CUDA_WAITS_GQA) nbi_cuda_gqa_append_now(c);
+    if (what == NBI_CUDA_WAITS_MLA) nbi_cuda_mla_append_now(c);
 }
 
 /* Partial results of as many rows as go by splits at once; of the longest context for one. */

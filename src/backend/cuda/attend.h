@@ -154,7 +154,8 @@ NBI_DEV float nbi_attend_merged(const nbi_attend_fold &f, float o, float more)
 /* Whole shapes in one launch or more, and the merge: attend.cu, attend_gqa.cu, attend_mla.cu. False
  * when the shape is not theirs. */
 bool nbi_cuda_attend_gqa(nbi_cuda *c, const nbi_cuda_attend *a);
-bool nbi_cuda_attend_mla(nbi_cuda *c, const nbi_cuda_attend *a);
+/* *unmerged: as nbi_cuda_attend_run() returns it. */
+bool nbi_cuda_attend_mla(nbi_cuda *c, const nbi_cuda_attend *a, uint32_t *unmerged);
 /* Whether the shape is that of attend_gqa.cu and attend_few.cu. */
 bool nbi_cuda_attend_by_mma(const nbi_cuda_attend *a);
 /* Few rows of each sequence, heads of 64 or 128: attend_few.cu. With `append` (one row a sequence)

@@ -264,12 +264,12 @@ NBI_DEV void end_split(const nbi_cuda_attend &a, const block_memory<M, STAGES> *
         }
 }
 
-/* Tiles [begin, end) of the group; WALK: all of them, merged here. */
+/* Tiles [begin, end) of the group, of which the first STAGES are on their way; WALK: all of them,
+ * merged here. */
 template <int M, int STAGES, bool WALK>
 NBI_DEV void run_tiles(const nbi_cuda_attend &a, const nbi_attend_group &g,
                        block_memory<M, STAGES> *s, uint32_t begin, uint32_t end, uint32_t splits)
 {
-    constexpr uint32_t ahead = STAGES - 1;
     const uint32_t per_split = g.split / TILE;
     const bool folds = threadIdx.x < 128 * M;
     const int n = folds ? (int)s->slot[threadIdx.x / 8].n : 0;
@@ -278,21 +278,22 @@ NBI_DEV void run_tiles(const nbi_cuda_attend &a, const nbi_attend_group &g,
     merged<M> run;
     clear(x);
     if (WALK) clear(run);
-    for (int i = 0; i < STAGES - 1; i++) {
-        if (begin + i < end) load_positions(a, find_place(a, g, begin + i), s->stage[i]);
-        nbi_copy_commit();
-    }
-    long long place = find_place(a, g, begin + ahead);
+    long long place = find_place(a, g, begin + STAGES);
     for (uint32_t tile = begin; tile < end; tile++) {
-        const uint32_t next = tile + ahead;
-        if (STAGES > 1) nbi_copy_wait<STAGES == 1 ? 0 : STAGES - 2>();
-        __syncthreads();
-        if (next < end) load_positions(a, place, s->stage[(next - begin) % STAGES]);
-        nbi_copy_commit();
-        place = find_place(a, g, next + 1);
-        if (STAGES == 1) {
-            nbi_copy_wait<0>();
+        if (tile == begin) {
+            nbi_copy_wait<STAGES - 1>();
             __syncthreads();
+        } else {
+            const uint32_t next = tile - 1 + STAGES;
+            if (STAGES > 1) nbi_copy_wait<STAGES == 1 ? 0 : STAGES - 2>();
+            __syncthreads();
+            if (next < end) load_positions(a, place, s->stage[(next - begin) % STAGES]);
+            nbi_copy_commit();
+            place = find_place(a, g, next + 1);
+            if (STAGES == 1) {
+                nbi_copy_wait<0>();
+                __syncthreads();
+            }
         }
         const uint16_t(*k)[ROW] = s->stage[(tile - begin) % STAGES];
         score_tile(s, k);
@@ -327,62 +328,106 @@ NBI_DEV void store_nothing(const nbi_cuda_attend &a, const nbi_attend_group &g, 
     }
 }
 
+/* The first STAGES tiles on their way: what steps before left in the cache while the kernel before
+ * still runs. */
+template <int M, int STAGES>
+NBI_DEV void begin_tiles(const nbi_cuda_attend &a, const nbi_attend_group &g,
+                         block_memory<M, STAGES> *s, uint32_t begin, uint32_t end)
+{
+    const uint32_t old = a.select ? 0 : (uint32_t)a.pos[a.seq_first[g.seq]];
+    uint32_t sent = 0;
+#pragma unroll
+    for (uint32_t i = 0; i < STAGES; i++) {
+        if (begin + i >= end || (begin + i + 1) * TILE > old) continue;
+        load_positions(a, find_place(a, g, begin + i), s->stage[i]);
+        nbi_copy_commit();
+        sent++;
+    }
+    nbi_wait_before();
+    nbi_let_next();
+#pragma unroll
+    for (uint32_t i = 0; i < STAGES; i++) {
+        if (i < sent) continue;
+        if (begin + i < end) load_positions(a, find_place(a, g, begin + i), s->stage[i]);
+        nbi_copy_commit();
+    }
+}
+
+/* Whole splits of a group per block; WALK: all of them. */
 template <int M, int STAGES, bool WALK>
 static __global__ void __launch_bounds__(THREADS)
     mla_kernel(nbi_cuda_attend a, uint32_t group_rows, uint32_t splits)
 {
-    nbi_wait_before();
-    nbi_let_next();
+    if (a.select) nbi_wait_before(); /* the batch is older than the kernel before, lists are not */
     nbi_attend_group g;
     /* the longest rows first */
-    if (!nbi_attend_group_of(a, a.n_rows - 1 - blockIdx.x, group_rows, &g)) return;
+    bool works = nbi_attend_group_of(a, a.n_rows - 1 - blockIdx.x, group_rows, &g);
     const uint32_t slot0 = blockIdx.y * 16 * M;
-    if (slot0 >= g.n_rows * a.n_heads) return;
-    const uint32_t tiles = (g.n + TILE - 1) / TILE, per_split = g.split / TILE;
-    if (g.n == 0) {
-        if (WALK) store_nothing<M, STAGES>(a, g, slot0);
+    uint32_t tiles = 0, each = 0;
+    if (works) {
+        const uint32_t per_split = g.split / TILE;
+        tiles = (g.n + TILE - 1) / TILE;
+        const uint32_t many = (tiles + per_split - 1) / per_split;
+        each = (many + gridDim.z - 1) / gridDim.z * per_split;
+        works = slot0 < g.n_rows * a.n_heads && (WALK || blockIdx.z * each < tiles);
+    }
+    if (!works || g.n == 0) {
+        nbi_wait_before();
+        if (works && WALK) store_nothing<M, STAGES>(a, g, slot0);
         return;
     }
-    const uint32_t begin = WALK ? 0 : blockIdx.z * per_split;
-    if (begin >= tiles) return;
-    const uint32_t end = WALK || begin + per_split > tiles ? tiles : begin + per_split;
+    const uint32_t begin = WALK ? 0 : blockIdx.z * each;
+    const uint32_t end = WALK || begin + each > tiles ? tiles : begin + each;
     block_memory<M, STAGES> *s = nbi_shared<block_memory<M, STAGES>>();
+    begin_tiles(a, g, s, begin, end);
     load_queries(a, g, slot0, s);
     run_tiles<M, STAGES, WALK>(a, g, s, begin, end, splits);
 }
 
 /* ---------------------------------------------------------------- launches */
 
-template <int M, int STAGES> static void launch(nbi_cuda *c, const nbi_cuda_attend *a)
+/* Rows that share blocks of 16 M slots, and such blocks. */
+struct block_grid {
+    uint32_t rows, parts, blocks;
+};
+
+static block_grid grid_of(const nbi_cuda_attend *a, uint32_t slots)
 {
-    constexpr uint32_t slots = 16 * M;
     /* rows with lists of their own share no tiles */
     const uint32_t rows = a->select ? 1 : nbi_attend_group_rows(a->n_heads, slots);
     const uint32_t parts = nbi_ceil_div(rows * a->n_heads, slots);
-    const auto one = [=](const nbi_cuda_attend &part, bool walk, uint32_t splits, uint32_t grid) {
-        nbi_launch(
-            &c->rt, dim3(part.n_rows, parts, grid), dim3(THREADS), sizeof(block_memory<M, STAGES>),
-            walk ? mla_kernel<M, STAGES, true> : mla_kernel<M, STAGES, false>, part, rows, splits);
-    };
-    const uint32_t blocks =
-        a->select ? a->n_rows * parts : nbi_ceil_div(a->n_rows * a->n_heads, slots);
-    nbi_attend_launches(c, a, blocks, 1, one);
+    return {rows, parts, nbi_ceil_div(a->n_rows, rows) * parts};
 }
 
-bool nbi_cuda_attend_mla(nbi_cuda *c, const nbi_cuda_attend *a)
+template <int M, int STAGES, bool WALK>
+static bool launch(nbi_cuda *c, const nbi_cuda_attend *a, uint32_t splits, uint32_t z)
+{
+    if (c->rt.shared_max < sizeof(block_memory<M, STAGES>)) return false;
+    const block_grid g = grid_of(a, 16 * M);
+    nbi_launch(&c->rt, dim3(a->n_rows, g.parts, z), dim3(THREADS), sizeof(block_memory<M, STAGES>),
+               mla_kernel<M, STAGES, WALK>, *a, g.rows, splits);
+    return true;
+}
+
+bool nbi_cuda_attend_mla(nbi_cuda *c, const nbi_cuda_attend *a, uint32_t *unmerged)
 {
     if (!a->bf16 || a->k != a->v || a->n_kv != 1 || a->k_width != WIDTH || a->v_width != LATENT ||
         (uintptr_t)a->k % 16 || a->kv_slot != WIDTH || a->out_head % 2 ||
         c->rt.shared_max < sizeof(block_memory<1, 1>))
         return false;
-    const bool many = a->n_rows * a->n_heads / 32 >= (uint32_t)c->rt.n_sms * 3 / 4;
-    if (many && c->rt.shared_max >= sizeof(block_memory<2, 3>))
-        launch<2, 3>(c, a);
-    else if (c->rt.shared_max >= sizeof(block_memory<1, 4>))
-        launch<1, 4>(c, a);
-    else if (c->rt.shared_max >= sizeof(block_memory<1, 2>))
-        launch<1, 2>(c, a);
-    else
-        launch<1, 1>(c, a);
+    const uint32_t splits = nbi_attend_splits_most(a->max_len), sms = (uint32_t)c->rt.n_sms;
+    const uint32_t room = sms / grid_of(a, 16).blocks, z = room < splits ? room : splits;
+    const size_t row = nbi_cuda_attend_row_bytes(a->max_len, a->n_heads, a->v_width);
+    if (z > 1 && a->partial_bytes / row >= a->n_rows) {
+        /* three stages leave room for the kernel before */
+        if (!launch<1, 3, false>(c, a, splits, z) && !launch<1, 2, false>(c, a, splits, z))
+            launch<1, 1, false>(c, a, splits, z);
+        *unmerged = splits;
+        return true;
+    }
+    const bool many = a->n_rows * a->n_heads / 32 >= sms * 3 / 4;
+    if ((!many || !launch<2, 3, true>(c, a, splits, 1)) && !launch<1, 4, true>(c, a, splits, 1) &&
+        !launch<1, 2, true>(c, a, splits, 1))
+        launch<1, 1, true>(c, a, splits, 1);
     return true;
 }

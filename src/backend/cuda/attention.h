@@ -5,8 +5,8 @@
  * A row's context of n positions (all up to its own, or a list) is cut into splits whose length
  * depends on n alone; inside a split, tiles of 32 or 64 positions are folded into a running
  * softmax in ascending order; then the splits are, in ascending order. Whether one block walks over
- * all splits of a row or each split has its own block and a second kernel merges them, the
- * arithmetic is the same, so a row's bits depend on the row only. */
+ * all splits of a row or several share them and their results are merged, the arithmetic is the
+ * same, so a row's bits depend on the row only. */
 #pragma once
 
 #include "backend/cuda/cuda_backend.h"
@@ -37,7 +37,8 @@ struct nbi_cuda_attend {
 /* Scratch that lets rows of up to n positions go in one launch. */
 size_t nbi_cuda_attend_row_bytes(uint32_t n, uint32_t n_heads, uint32_t v_width);
 
-void nbi_cuda_attend_run(nbi_cuda *c, const nbi_cuda_attend *a);
+/* 0, or: `out` is not written, a->partial holds the rows' splits, room for this many a row. */
+uint32_t nbi_cuda_attend_run(nbi_cuda *c, const nbi_cuda_attend *a);
 
 /* kv_b of MLA on the device, [rows][cols] row-major: BF16 for BF16 matrices and NVFP4 (codes times
  * block scales are exact in BF16; `scale` is the global one), float for the other kinds. A weight

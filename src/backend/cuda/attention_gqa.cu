@@ -82,7 +82,6 @@ void nbi_cuda_gqa_append_now(nbi_cuda *c)
 {
     const nbi_gqa_append a = append_of(&c->waiting);
     const uint32_t T = c->waiting.gqa.batch->n_rows;
-    c->waiting.what = NBI_CUDA_WAITS_NOT;
     nbi_launch(&c->rt, dim3(nbi_ceil_div(a.n_heads + a.n_kv, WARPS), T), dim3(WARPS * NBI_WARP), 0,
                gqa_append_kernel, a);
 }
@@ -93,8 +92,10 @@ void nbi_cuda_gqa_append(nbi_backend *b, const nbi_gqa_append_args *args)
     nbi_cuda *c = nbi_cuda_of(b);
     NB_ASSERT(args->rope->dim <= args->head_dim);
     if (!args->batch->n_rows) return;
-    c->waiting = {
-        .what = NBI_CUDA_WAITS_GQA, .gqa = *args, .rope = *args->rope, .cache = *args->cache};
+    c->waiting.what = NBI_CUDA_WAITS_GQA;
+    c->waiting.gqa = *args;
+    c->waiting.rope = *args->rope;
+    c->waiting.cache = *args->cache;
 }
 
 /* Whether what waits is the append of this very call, one row a sequence. */

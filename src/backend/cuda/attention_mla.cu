@@ -5,7 +5,7 @@
  * that they do not depend on how many rows there are. */
 #include <string.h>
 
-#include "backend/cuda/attention.h"
+#include "backend/cuda/attend.h"
 #include "base/numfmt.h"
 
 #define THREADS   256u
@@ -26,30 +26,34 @@ struct mla_append {
     uint32_t page_stride;
 };
 
-/* The same tree for every caller: warps, then their sums in order. */
-NBI_DEV float block_sum(float x)
+/* The sum of squares of n values, as 256 threads add it: 32 values apart by their warps, then the
+ * warps in order. The block may have fewer. */
+NBI_DEV float square_sum(const float *x, uint32_t n)
 {
     __shared__ float sums[WARPS];
-    x = nbi_warp_sum(x);
-    if (nbi_lane() == 0) sums[threadIdx.x / NBI_WARP] = x;
+    for (uint32_t i = threadIdx.x; i < THREADS; i += blockDim.x) {
+        float sum = 0;
+        for (uint32_t j = i; j < n; j += THREADS) sum = fmaf(x[j], x[j], sum);
+        sum = nbi_warp_sum(sum);
+        if (nbi_lane() == 0) sums[i / NBI_WARP] = sum;
+    }
     __syncthreads();
     float sum = 0;
     for (uint32_t w = 0; w < WARPS; w++) sum += sums[w];
+    __syncthreads(); /* for the next call */
     return sum;
 }
 
 NBI_DEV void append_latent(const mla_append &a, size_t t)
 {
     const float *kv = a.kv + t * a.kv_stride;
-    float sum = 0;
-    for (uint32_t i = threadIdx.x; i < a.lora; i += THREADS) sum = fmaf(kv[i], kv[i], sum);
-    const float r = 1.0f / sqrtf(block_sum(sum) / (float)a.lora + a.eps);
+    const float r = 1.0f / sqrtf(square_sum(kv, a.lora) / (float)a.lora + a.eps);
     const uint32_t p = (uint32_t)a.pos[t];
     const size_t page = nbi_kv_page(a.page_table, a.page_stride, a.row_seq[t], p);
     const size_t at = (page * NBI_PAGE_TOKENS + p % NBI_PAGE_TOKENS) * (a.lora + a.rope_dim);
-    for (uint32_t i = threadIdx.x; i < a.lora; i += THREADS)
+    for (uint32_t i = threadIdx.x; i < a.lora; i += blockDim.x)
         nbi_kv_store(a.latent, at + i, a.bf16, kv[i] * r * a.norm[i]);
-    for (uint32_t i = threadIdx.x; i < a.rope_dim / 2; i += THREADS) {
+    for (uint32_t i = threadIdx.x; i < a.rope_dim / 2; i += blockDim.x) {
         uint32_t iu, iv;
         nbi_rope_pair(a.rope, i, &iu, &iv);
         float u = kv[a.lora + iu], v = kv[a.lora + iv];
@@ -81,31 +85,46 @@ static __global__ void mla_append_kernel(mla_append a)
     q[iv] = v;
 }
 
+static mla_append append_of(const nbi_cuda_waiting *w)
+{
+    const nbi_mla_append_args *args = &w->mla;
+    const nbi_batch *batch = args->batch;
+    return {.q = static_cast<float *>(args->q),
+            .kv = static_cast<const float *>(args->kv),
+            .norm = args->kv_norm,
+            .eps = args->eps,
+            .n_heads = args->n_heads,
+            .nope = args->nope_dim,
+            .rope_dim = args->rope_dim,
+            .lora = args->kv_lora,
+            .kv_stride = args->kv_stride,
+            .rope = nbi_rope_of(&w->rope),
+            .latent = w->cache.latent,
+            .bf16 = w->cache.dtype == NBI_BF16,
+            .pos = batch->pos,
+            .row_seq = batch->row_seq,
+            .page_table = batch->page_table,
+            .page_stride = batch->page_stride};
+}
+
+void nbi_cuda_mla_append_now(nbi_cuda *c)
+{
+    const mla_append a = append_of(&c->waiting);
+    const uint32_t pairs = a.n_heads * (a.rope_dim / 2), T = c->waiting.mla.batch->n_rows;
+    nbi_launch(&c->rt, dim3(1 + nbi_ceil_div(pairs, THREADS), T), dim3(THREADS), 0,
+               mla_append_kernel, a);
+}
+
+/* Waits for the attention behind it. */
 void nbi_cuda_mla_append(nbi_backend *b, const nbi_mla_append_args *args)
 {
     nbi_cuda *c = nbi_cuda_of(b);
-    const nbi_batch *batch = args->batch;
     NB_ASSERT(args->rope->dim == args->rope_dim && args->rope_dim % 2 == 0);
-    if (!batch->n_rows) return;
-    const mla_append a = {.q = static_cast<float *>(args->q),
-                          .kv = static_cast<const float *>(args->kv),
-                          .norm = args->kv_norm,
-                          .eps = args->eps,
-                          .n_heads = args->n_heads,
-                          .nope = args->nope_dim,
-                          .rope_dim = args->rope_dim,
-                          .lora = args->kv_lora,
-                          .kv_stride = args->kv_stride,
-                          .rope = nbi_rope_of(args->rope),
-                          .latent = args->cache->latent,
-                          .bf16 = args->cache->dtype == NBI_BF16,
-                          .pos = batch->pos,
-                          .row_seq = batch->row_seq,
-                          .page_table = batch->page_table,
-                          .page_stride = batch->page_stride};
-    const uint32_t pairs = a.n_heads * (a.rope_dim / 2);
-    nbi_launch(&c->rt, dim3(1 + nbi_ceil_div(pairs, THREADS), batch->n_rows), dim3(THREADS), 0,
-               mla_append_kernel, a);
+    if (!args->batch->n_rows) return;
+    c->waiting.what = NBI_CUDA_WAITS_MLA;
+    c->waiting.mla = *args;
+    c->waiting.rope = *args->rope;
+    c->waiting.cache = *args->cache;
 }
 
 /* ---------------------------------------------------------------- kv_b */
@@ -340,9 +359,35 @@ template <int NT> static size_t absorb_shared(uint32_t nope)
     return (nope * ABSORB_ROW + 2 * 8 * NT * (nope + MMA_PAD)) * sizeof(uint16_t);
 }
 
-/* ql = qn . W_UK for one head, ABSORB_COLUMNS columns and 8 NT rows. */
-template <int NT> static __global__ void absorb_mma_kernel(mla_product a)
+/* The rotated part of the queries behind what was absorbed; turned here with APPEND. */
+template <bool APPEND>
+NBI_DEV void copy_rope(const mla_product &a, const mla_append &n, const float *x, size_t x_row,
+                       float *y, size_t y_row, uint32_t r0, uint32_t n_rows)
 {
+    const uint32_t half = a.rope_dim / 2;
+    for (uint32_t i = threadIdx.x; i < n_rows * half; i += blockDim.x) {
+        const uint32_t r = i / half, j = i % half;
+        uint32_t iu = 2 * j, iv = 2 * j + 1;
+        if (APPEND) nbi_rope_pair(n.rope, j, &iu, &iv);
+        float u = x[r * x_row + a.nope + iu], v = x[r * x_row + a.nope + iv];
+        if (APPEND) nbi_rope_turn(n.rope, r0 + r, j, &u, &v);
+        y[r * y_row + a.lora + iu] = u;
+        y[r * y_row + a.lora + iv] = v;
+    }
+}
+
+/* ql = qn . W_UK for one head, ABSORB_COLUMNS columns and 8 NT rows. APPEND: queries are not turned
+ * yet, and a last row of blocks appends the latents. */
+template <int NT, bool APPEND>
+static __global__ void absorb_mma_kernel(mla_product a, mla_append append)
+{
+    if (APPEND && blockIdx.y + 1 == gridDim.y) {
+        nbi_wait_before();
+        nbi_let_next();
+        for (uint32_t i = blockIdx.x; i < 8 * NT; i += gridDim.x)
+            if (blockIdx.z * 8 * NT + i < a.n_rows) append_latent(append, blockIdx.z * 8 * NT + i);
+        return;
+    }
     const uint32_t h = blockIdx.x, col0 = blockIdx.y * ABSORB_COLUMNS, r0 = blockIdx.z * 8 * NT;
     const uint32_t lane = nbi_lane(), own = threadIdx.x / NBI_WARP * 16;
     uint16_t *w = nbi_shared<uint16_t>(); /* [nope][ABSORB_ROW] */
@@ -384,10 +429,7 @@ template <int NT> static __global__ void absorb_mma_kernel(mla_product a)
         }
     }
     store_products<NT>(d, y, y_row, n, col0 + own, a.lora, a.scale);
-    for (uint32_t i = threadIdx.x; col0 == 0 && i < n * a.rope_dim; i += blockDim.x) {
-        const uint32_t r = i / a.rope_dim, c = i % a.rope_dim;
-        y[r * y_row + a.lora + c] = x[r * x_row + a.nope + c];
-    }
+    if (col0 == 0) copy_rope<APPEND>(a, append, x, x_row, y, y_row, r0, n);
 }
 
 #define EXPAND_OUTPUTS 64u /* of W_UV per block: 16 per warp */
@@ -457,6 +499,95 @@ template <int NT> static __global__ void expand_mma_kernel(mla_product a)
                        a.v, a.scale);
 }
 
+/* Values c, c + 1 of a head of a row, from its splits, as merge_kernel makes them. */
+NBI_DEV nbi_f32x2 merge_pair(const nbi_cuda_attend &s, uint32_t splits, uint32_t r, uint32_t h,
+                             uint32_t c)
+{
+    const uint32_t n = nbi_attend_length(s, r), split = nbi_attend_split(n);
+    const uint32_t many = (n + split - 1) / split;
+    const size_t step = (size_t)s.n_heads * (s.v_width + 2);
+    const float *from = nbi_attend_partial(s, splits, r, 0, h), scale = nbi_attend_scale(s);
+    float o[2] = {0, 0}, m = -INFINITY, l = 0;
+    for (uint32_t s0 = 0; s0 < many; s0 += 8) {
+        nbi_f32x2 x[8], ml[8];
+#pragma unroll
+        for (uint32_t i = 0; i < 8; i++) {
+            const float *at = from + (s0 + i < many ? s0 + i : s0) * step;
+            x[i] = *reinterpret_cast<const nbi_f32x2 *>(at + c);
+            ml[i] = *reinterpret_cast<const nbi_f32x2 *>(at + s.v_width);
+        }
+#pragma unroll
+        for (uint32_t i = 0; i < 8; i++) {
+            if (s0 + i >= many) continue;
+            const nbi_attend_fold f = nbi_attend_merge(&m, &l, ml[i].v[0], ml[i].v[1], scale);
+            o[0] = nbi_attend_merged(f, o[0], x[i].v[0]);
+            o[1] = nbi_attend_merged(f, o[1], x[i].v[1]);
+        }
+    }
+    const float inv = 1.0f / l;
+    return {{n ? o[0] * inv : 0, n ? o[1] * inv : 0}};
+}
+
+#define EXPAND_THREADS 256u /* half of them only load */
+
+static size_t expand_shared(uint32_t lora)
+{
+    return (EXPAND_OUTPUTS + 2 * 8) * (lora + MMA_PAD) * sizeof(uint16_t);
+}
+
+/* The same with the block's part of W_UV in shared memory, all of it asked for while the kernel
+ * before still runs: for up to 8 rows. SPLITS: x is still in the splits of s. */
+template <bool SPLITS>
+static __global__ void expand_few_kernel(mla_product a, nbi_cuda_attend s, uint32_t splits)
+{
+    const uint32_t h = blockIdx.x, block0 = blockIdx.y * EXPAND_OUTPUTS, lane = nbi_lane();
+    const uint32_t stride = a.lora + MMA_PAD, width = a.lora + a.rope_dim, n = a.n_rows;
+    const uint16_t *from =
+        static_cast<const uint16_t *>(a.w) + ((size_t)h * (a.nope + a.v) + a.nope) * a.lora;
+    uint16_t *w = nbi_shared<uint16_t>(), *hi = w + EXPAND_OUTPUTS * stride, *lo = hi + 8 * stride;
+    for (uint32_t i = threadIdx.x; i < EXPAND_OUTPUTS * (a.lora / 8); i += EXPAND_THREADS) {
+        const uint32_t row = i / (a.lora / 8), c = i % (a.lora / 8) * 8;
+        const bool take = block0 + row < a.v;
+        nbi_copy_async(w + row * stride + c,
+                       take ? from + (size_t)(block0 + row) * a.lora + c : from, take);
+    }
+    nbi_copy_commit();
+    nbi_wait_before();
+    nbi_let_next();
+    if (SPLITS) {
+        const uint32_t pairs = a.lora / 2;
+        for (uint32_t i = threadIdx.x; i < 8 * pairs; i += EXPAND_THREADS) {
+            const uint32_t r = i / pairs, c = i % pairs * 2;
+            nbi_f32x2 x = {{0, 0}};
+            if (r < n) x = merge_pair(s, splits, r, h, c);
+            nbi_halves(x.v[0], x.v[1], reinterpret_cast<uint32_t *>(hi + r * stride + c),
+                       reinterpret_cast<uint32_t *>(lo + r * stride + c));
+        }
+    } else {
+        load_halves<1>(a.x + (size_t)h * width, (size_t)a.n_heads * width, n, a.lora, hi, lo);
+    }
+    nbi_copy_wait<0>();
+    __syncthreads();
+    const uint32_t own = threadIdx.x / NBI_WARP * 16;
+    if (own >= EXPAND_OUTPUTS) return;
+    float d[1][4] = {};
+    for (uint32_t c = lane % 4 * 8; c < a.lora; c += 32) {
+        const uint16_t *at = w + (own + lane / 4) * stride + c;
+        const nbi_u32x4 w0 = *reinterpret_cast<const nbi_u32x4 *>(at);
+        const nbi_u32x4 w1 = *reinterpret_cast<const nbi_u32x4 *>(at + 8 * stride);
+        const nbi_u32x4 u = *reinterpret_cast<nbi_u32x4 *>(hi + lane / 4 * stride + c);
+        const nbi_u32x4 v = *reinterpret_cast<nbi_u32x4 *>(lo + lane / 4 * stride + c);
+#pragma unroll
+        for (uint32_t i = 0; i < 4; i += 2) {
+            const uint32_t f[4] = {w0.v[i], w1.v[i], w0.v[i + 1], w1.v[i + 1]};
+            nbi_mma_bf16(d[0], f, u.v + i);
+            nbi_mma_bf16(d[0], f, v.v + i);
+        }
+    }
+    store_products<1>(d, a.y + (size_t)h * a.v, (size_t)a.n_heads * a.v, n, block0 + own, a.v,
+                      a.scale);
+}
+
 #define MMA_THREADS 128u
 
 /* Shape and types decide, never the batch. A float cache is for those who want float32 products. */
@@ -466,12 +597,17 @@ static bool by_mma(const nbi_cuda *c, const nbi_cuda_kv_b *w, const mla_product 
            a->lora <= 1024 && absorb_shared<1>(a->nope) <= c->rt.shared_max;
 }
 
-template <int NT> static void launch_absorb_mma(nbi_cuda *c, const mla_product *a)
+template <int NT>
+static void launch_absorb_mma(nbi_cuda *c, const mla_product *a, const mla_append *append)
 {
-    nbi_launch(
-        &c->rt,
-        dim3(a->n_heads, nbi_ceil_div(a->lora, ABSORB_COLUMNS), nbi_ceil_div(a->n_rows, 8 * NT)),
-        dim3(MMA_THREADS), absorb_shared<NT>(a->nope), absorb_mma_kernel<NT>, *a);
+    const uint32_t columns = nbi_ceil_div(a->lora, ABSORB_COLUMNS),
+                   z = nbi_ceil_div(a->n_rows, 8 * NT);
+    if (append)
+        nbi_launch(&c->rt, dim3(a->n_heads, columns + 1, z), dim3(MMA_THREADS),
+                   absorb_shared<NT>(a->nope), absorb_mma_kernel<NT, true>, *a, *append);
+    else
+        nbi_launch(&c->rt, dim3(a->n_heads, columns, z), dim3(MMA_THREADS),
+                   absorb_shared<NT>(a->nope), absorb_mma_kernel<NT, false>, *a, mla_append{});
 }
 
 template <int NT> static void launch_expand_mma(nbi_cuda *c, const mla_product *a)
@@ -483,23 +619,37 @@ template <int NT> static void launch_expand_mma(nbi_cuda *c, const mla_product *
         expand_mma_kernel<NT>, *a);
 }
 
-static void absorb(nbi_cuda *c, const nbi_cuda_kv_b *w, const mla_product *a)
+/* append: only where by_mma(). */
+static void absorb(nbi_cuda *c, const nbi_cuda_kv_b *w, const mla_product *a,
+                   const mla_append *append)
 {
     if (by_mma(c, w, a)) {
         if (a->n_rows > 8 && absorb_shared<4>(a->nope) <= c->rt.shared_max)
-            launch_absorb_mma<4>(c, a);
+            launch_absorb_mma<4>(c, a, append);
         else
-            launch_absorb_mma<1>(c, a);
+            launch_absorb_mma<1>(c, a, append);
         return;
     }
+    NB_ASSERT(!append);
     const dim3 grid(a->n_heads, nbi_ceil_div(a->lora, COLUMNS), nbi_ceil_div(a->n_rows, TILE_ROWS));
     nbi_launch(&c->rt, grid, dim3(THREADS), 0, w->bf16 ? absorb_kernel<true> : absorb_kernel<false>,
                *a);
 }
 
-static void expand(nbi_cuda *c, const nbi_cuda_kv_b *w, const mla_product *a)
+/* splits: what attention left to merge. */
+static void expand(nbi_cuda *c, const nbi_cuda_kv_b *w, const mla_product *a,
+                   const nbi_cuda_attend *attend, uint32_t splits)
 {
-    if (by_mma(c, w, a)) {
+    const bool mma = by_mma(c, w, a);
+    if (mma && a->n_rows <= 8 && expand_shared(a->lora) <= c->rt.shared_max) {
+        nbi_launch(&c->rt, dim3(a->n_heads, nbi_ceil_div(a->v, EXPAND_OUTPUTS)),
+                   dim3(EXPAND_THREADS), expand_shared(a->lora),
+                   splits ? expand_few_kernel<true> : expand_few_kernel<false>, *a, *attend,
+                   splits);
+        return;
+    }
+    if (splits) nbi_cuda_attend_merge(c, attend, splits);
+    if (mma) {
         if (a->n_rows > 8 && 2 * 32 * (a->lora + MMA_PAD) * 2 <= c->rt.shared_max)
             launch_expand_mma<4>(c, a);
         else
@@ -563,6 +713,17 @@ static nbi_cuda_attend attend_args(const nbi_mla_attend_args *args)
             .partial_bytes = 0};
 }
 
+/* Whether what waits is the append of this very call, and absorbing can do it. */
+static bool goes_along(const nbi_cuda *c, const nbi_mla_attend_args *args, const mla_product *in)
+{
+    const nbi_cuda_waiting *w = &c->waiting;
+    return w->what == NBI_CUDA_WAITS_MLA && w->mla.q == args->q && w->mla.batch == args->batch &&
+           w->mla.n_heads == args->n_heads && w->mla.nope_dim == args->nope_dim &&
+           w->mla.rope_dim == args->rope_dim && w->mla.kv_lora == args->kv_lora &&
+           w->cache.latent == args->cache->latent && in->n_rows == args->batch->n_rows &&
+           by_mma(c, reinterpret_cast<const nbi_cuda_kv_b *>(args->kv_b), in);
+}
+
 /* Absorbs, attends and expands rows [first, first + n). */
 static void attend_rows(nbi_cuda *c, const nbi_mla_attend_args *args, uint32_t first, uint32_t n)
 {
@@ -583,7 +744,14 @@ static void attend_rows(nbi_cuda *c, const nbi_mla_attend_args *args, uint32_t f
     mla_product out = in;
     out.x = x;
     out.y = static_cast<float *>(args->out) + (size_t)first * H * args->v_dim;
-    absorb(c, w, &in);
+    if (goes_along(c, args, &in)) {
+        const mla_append append = append_of(&c->waiting);
+        c->waiting.what = NBI_CUDA_WAITS_NOT;
+        absorb(c, w, &in, &append);
+    } else {
+        nbi_cuda_flush(c);
+        absorb(c, w, &in, NULL);
+    }
 
     nbi_cuda_attend a = attend_args(args);
     const size_t used = (n * row_bytes(H, a.k_width) + 255) / 256 * 256;
@@ -593,8 +761,8 @@ static void attend_rows(nbi_cuda *c, const nbi_mla_attend_args *args, uint32_t f
     if (args->select) a.select = args->select + (size_t)first * args->select_stride;
     a.partial = reinterpret_cast<float *>(static_cast<char *>(c->scratch) + used);
     a.partial_bytes = c->scratch_bytes - used;
-    nbi_cuda_attend_run(c, &a);
-    expand(c, w, &out);
+    const uint32_t splits = nbi_cuda_attend_run(c, &a);
+    expand(c, w, &out, &a, splits);
 }
 
 void nbi_cuda_mla_attend(nbi_backend *b, const nbi_mla_attend_args *args)

@@ -362,7 +362,6 @@ FLUSH(embed)
 FLUSH(rope_table)
 FLUSH(swiglu)
 FLUSH(mla_append)
-FLUSH(mla_attend)
 FLUSH(gqa_append)
 FLUSH(index_append)
 FLUSH(index_select)
@@ -396,9 +395,9 @@ const nbi_backend_ops nbi_cuda_ops = {
     .linear = nbi_cuda_linear,
     .swiglu = flush_swiglu,
     .mla_append = flush_mla_append,
-    .mla_attend = flush_mla_attend,
+    .mla_attend = nbi_cuda_mla_attend, /* may take the append that waits along */
     .gqa_append = flush_gqa_append,
-    .gqa_attend = nbi_cuda_gqa_attend, /* may take the append that waits along */
+    .gqa_attend = nbi_cuda_gqa_attend, /* the same */
     .index_append = flush_index_append,
     .index_select = flush_index_select,
     .index_reuse = flush_index_reuse,

@@ -32,11 +32,12 @@ struct nbi_cuda_graph {
 };
 
 /* An append that may become part of the attention behind it. */
-enum nbi_cuda_waits { NBI_CUDA_WAITS_NOT, NBI_CUDA_WAITS_GQA };
+enum nbi_cuda_waits { NBI_CUDA_WAITS_NOT, NBI_CUDA_WAITS_GQA, NBI_CUDA_WAITS_MLA };
 
 struct nbi_cuda_waiting {
     nbi_cuda_waits what;
     nbi_gqa_append_args gqa;
+    nbi_mla_append_args mla;
     nbi_rope_rows rope; /* of the append */
     nbi_kv_layer cache;
 };
@@ -110,8 +111,10 @@ nbi_pool *nbi_cuda_copiers(nbi_cuda *c);
 /* Does the norm and the linear layers, or the append, that wait. What runs on the device without
  * going through the table calls it first. */
 void nbi_cuda_flush(nbi_cuda *c);
-/* Does the append that waits. */
+/* Does the append that waits; its operator's own part of it. */
+void nbi_cuda_append_now(nbi_cuda *c);
 void nbi_cuda_gqa_append_now(nbi_cuda *c);
+void nbi_cuda_mla_append_now(nbi_cuda *c);
 
 extern "C" {
 extern const nbi_backend_ops nbi_cuda_ops;

@@ -35,7 +35,7 @@ static void run(nbi_cuda *c, const nbi_linear_args *a)
 
 void nbi_cuda_flush(nbi_cuda *c)
 {
-    if (c->waiting.what == NBI_CUDA_WAITS_GQA) nbi_cuda_gqa_append_now(c);
+    nbi_cuda_append_now(c);
     const uint32_t n = c->n_pending;
     const bool norm = c->norm_pending, router = c->router_pending;
     c->n_pending = 0;
