@@ -49,6 +49,19 @@ static nb_status read_stop_sequences(nbi_job *job, const json_t *body, nbi_api_e
     return NB_OK;
 }
 
+/* thinking.budget_tokens, which nbi_anthropic_chat() has checked, where nothing nearer to the model
+ * is said and the model's thinking has an end that can be forced. Clients send it to any model. */
+static void set_budget(nbi_job *job, const json_t *body)
+{
+    nb_sampling *s = &job->params.sampling;
+    const json_t *thinking = nbi_field(body, "thinking");
+    const char *type = json_string_value(nbi_field(thinking, "type"));
+    if (s->has_think_budget || !type || strcmp(type, "enabled") != 0) return;
+    if (!nbi_job_can_end_thinking(job)) return;
+    s->has_think_budget = true;
+    s->think_budget = (uint32_t)json_number_value(nbi_field(thinking, "budget_tokens"));
+}
+
 static nb_status read_prompt(nbi_job *job, const json_t *body, nbi_api_error *e)
 {
     json_t *chat = NULL;
@@ -62,6 +75,7 @@ static nb_status read_prompt(nbi_job *job, const json_t *body, nbi_api_error *e)
                                      nbi_field(nbi_field(body, "output_config"), "format"),
                                      "output_config.format", e));
     NB_TRY(nbi_anthropic_chat(&chat, body, e));
+    set_budget(job, body);
     nb_status status = nbi_job_read_chat(job, chat, e);
     json_decref(chat);
     return status;

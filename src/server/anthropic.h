@@ -15,7 +15,7 @@ extern "C" {
  *  - A tool_result becomes a tool message, in its place between the texts of the user.
  *  - thinking blocks become reasoning; signatures are not looked at, redacted_thinking and
  *    cache_control have no effect. Without `thinking` the template decides whether the model
- *    thinks; a budget is checked and not enforced. */
+ *    thinks; anthropic.c enforces a budget. */
 nb_status nbi_anthropic_chat(json_t **out, const json_t *body, nbi_api_error *e);
 
 #ifdef __cplusplus

@@ -1,8 +1,8 @@
 /* POST /generate, SGLang's own API: text or ids in, text and ids out.
  *
  * Fields: text or input_ids (one or many), sampling_params, stream, incremental, return_logprob,
- * logprob_start_len, top_logprobs_num, return_text_in_logprobs, rid, priority. Called through
- * nbi_surface_generate by job.c; the replies are in generate_reply.c. */
+ * logprob_start_len, top_logprobs_num, token_ids_logprob, return_text_in_logprobs, rid, priority.
+ * Called through nbi_surface_generate by job.c; the replies are in generate_reply.c. */
 #include "server/generate.h"
 
 #include <stdio.h>
@@ -65,9 +65,13 @@ static nb_status check_prompt(nbi_job *job, const json_t *body, nbi_api_error *e
 
 static nb_status refuse_unsupported(const json_t *body, nbi_api_error *e)
 {
-    static const char *const values[] = {
-        "input_embeds", "image_data",        "video_data",     "audio_data",
-        "lora_path",    "token_ids_logprob", "session_params", "custom_logit_processor"};
+    static const char *const values[] = {"input_embeds",
+                                         "image_data",
+                                         "video_data",
+                                         "audio_data",
+                                         "lora_path",
+                                         "session_params",
+                                         "custom_logit_processor"};
     static const char *const switches[] = {"return_hidden_states", "return_routed_experts"};
     for (size_t i = 0; i < sizeof values / sizeof *values; i++) {
         if (nbi_field(body, values[i])) {
@@ -107,11 +111,20 @@ static nb_status read_logprobs(nbi_job *job, nbi_generate *g, const json_t *body
     NB_TRY(nbi_field_bool(&g->with_text, body, "", "return_text_in_logprobs", e));
     NB_TRY(nbi_field_int(&start, body, "", "logprob_start_len", -1, INT32_MAX, e));
     NB_TRY(nbi_field_int(&top, body, "", "top_logprobs_num", 0, NB_TOP_LOGPROBS_MAX, e));
-    if (!g->logprobs) return NB_OK;
+    NB_TRY(nbi_params_read_logprob_ids(p, body, "token_ids_logprob", job->facts, e));
+    g->has_ids = p->sampling.n_logprob_ids > 0;
+    if (g->has_ids && top) {
+        return nbi_api_field(e, "token_ids_logprob", "not together with \"top_logprobs_num\"");
+    }
+    if (!g->logprobs) { /* then the fields around it say nothing */
+        p->n_logprobs = -1;
+        p->sampling.n_logprob_ids = 0;
+        return NB_OK;
+    }
     g->n_top = (int32_t)top;
-    p->n_logprobs = (int32_t)top;
+    if (!g->has_ids) p->n_logprobs = (int32_t)top;
     if (start < 0) return NB_OK;
-    p->n_prompt_logprobs = (int32_t)top;
+    p->n_prompt_logprobs = p->n_logprobs;
     p->prompt_logprobs_from = (uint32_t)start;
     return NB_OK;
 }

@@ -13,6 +13,7 @@ typedef struct nbi_generate {
     bool incremental; /* stream: events carry what is new, else all so far */
     bool logprobs, with_text;
     int32_t n_top;  /* top_logprobs_num */
+    bool has_ids;   /* token_ids_logprob: they stand where the best would */
     bool has_limit; /* max_new_tokens was given */
 } nbi_generate;
 

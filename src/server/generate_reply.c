@@ -38,6 +38,10 @@ static nb_status write_logprobs(const nbi_generate *g, const nbi_choice *c, nbi_
     if (!g->logprobs) return NB_OK;
     NB_TRY(write_array(out, "input_token_logprobs", &c->prompt_logprobs.tokens));
     NB_TRY(write_array(out, "output_token_logprobs", &c->logprobs.tokens));
+    if (g->has_ids) {
+        NB_TRY(write_array(out, "input_token_ids_logprobs", &c->prompt_logprobs.tops));
+        return write_array(out, "output_token_ids_logprobs", &c->logprobs.tops);
+    }
     if (!g->n_top) return NB_OK;
     NB_TRY(write_array(out, "input_top_logprobs", &c->prompt_logprobs.tops));
     return write_array(out, "output_top_logprobs", &c->logprobs.tops);

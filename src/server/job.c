@@ -161,6 +161,25 @@ static nb_request_options options_of(nbi_job *job, nbi_choice *choice)
     return options;
 }
 
+/* What the engine has refused. Its sentences about a field of sampling begin with the name; what is
+ * left is about the prompt, or `other` where that is given. */
+static nb_status refused(const nbi_job *job, nb_status status, const nb_error *err,
+                         const char *other, nbi_api_error *e)
+{
+    size_t n = strspn(err->text, "abcdefghijklmnopqrstuvwxyz_");
+    bool named = (status == NB_INVALID || status == NB_UNSUPPORTED) && n &&
+                 (err->text[n] == ':' || strncmp(err->text + n, " is ", 4) == 0) &&
+                 strncmp(err->text, "prompt", 6) != 0;
+    if (!named) return nbi_api_from(e, status, err, other ? other : prompt_field(job));
+    nb_error full;
+    char field[NBI_PARAM_MAX];
+    size_t n_prefix = strlen(job->params.prefix);
+    snprintf(full.text, sizeof full.text, "%s%.*s", job->params.prefix,
+             (int)(sizeof full.text - n_prefix - 1), err->text);
+    snprintf(field, sizeof field, "%.*s", (int)(n_prefix + n), full.text);
+    return nbi_api_from(e, status, &full, field);
+}
+
 static nb_status submit(nbi_job *job, nbi_choice *choice, nbi_api_error *e)
 {
     nb_request_options options = options_of(job, choice);
@@ -171,7 +190,7 @@ static nb_status submit(nbi_job *job, nbi_choice *choice, nbi_api_error *e)
         options.grammar = &hooks;
     }
     nb_status status = nb_request_submit(&choice->request, job->served->engine, &options, &err);
-    if (status != NB_OK) return nbi_api_from(e, status, &err, prompt_field(job));
+    if (status != NB_OK) return refused(job, status, &err, NULL, e);
     if (choice->grammar) nbi_grammar_retain(choice->grammar);
     return NB_OK;
 }
@@ -193,7 +212,7 @@ static nb_status submit_beams(nbi_job *job, nbi_api_error *e)
                                       .notify_users = users};
         nb_status status = nb_beams_submit(requests, job->served->engine, &options, &beam, &err);
         if (status == NB_TOO_LARGE) return nbi_api_field(e, p->max_tokens_field, "%s", err.text);
-        if (status != NB_OK) return nbi_api_from(e, status, &err, "use_beam_search");
+        if (status != NB_OK) return refused(job, status, &err, "use_beam_search", e);
         for (uint32_t k = 0; k < p->best_of; k++) choices[k].request = requests[k];
     }
     return NB_OK;

@@ -206,6 +206,8 @@ nb_status nbi_job_write_string(nbi_buf *out, const char *key, const char *s, siz
 
 /* What job->params borrow from the body, into the arena. */
 nb_status nbi_job_keep_sampling(nbi_job *job, nbi_api_error *e);
+/* Has the model a reasoning parser, and tokens that begin and end its thinking? */
+bool nbi_job_can_end_thinking(const nbi_job *job);
 /* Whether the prompt has opened the thinking that has a budget. */
 void nbi_job_set_thinking(const nbi_prompt *prompt, nb_sampling *s);
 /* The token of a text that is one, else -1. */

@@ -27,23 +27,32 @@ static nb_status keep_allowed(nbi_job *job, nbi_api_error *e)
     return NB_OK;
 }
 
+/* The client's name of a field of sampling. */
+static const char *field_of(const nbi_job *job, char out[NBI_PARAM_MAX], const char *name)
+{
+    snprintf(out, NBI_PARAM_MAX, "%s%s", job->params.prefix, name);
+    return out;
+}
+
 /* The tokens of a bad word behind `space`. */
 static nb_status add_word(nbi_job *job, nb_ids *out, const char *space, const char *word, size_t *n,
                           nbi_api_error *e)
 {
-    char text[1 + NBI_STOP_BYTES_MAX + 1];
+    char text[1 + NBI_STOP_BYTES_MAX + 1], field[NBI_PARAM_MAX];
     int32_t *ids = NULL;
     size_t n_ids = 0, left = NB_BAD_WORD_IDS_MAX - *n;
     nb_error err = {0};
     int n_text = snprintf(text, sizeof text, "%s%s", space, word);
     nb_status status =
         nb_tokenize(job->served->engine, text, (size_t)n_text, true, left + 1, &ids, &n_ids, &err);
-    if (status == NB_TOO_LARGE || (status == NB_OK && n_ids > left))
-        status = nbi_fail(&err, NB_INVALID, "bad_words: more than %d tokens", NB_BAD_WORD_IDS_MAX);
+    if (status == NB_OK && n_ids > left) status = NB_TOO_LARGE;
     int32_t *kept = status == NB_OK ? nbi_arena_alloc(&job->arena, n_ids * sizeof *kept) : NULL;
     if (kept) memcpy(kept, ids, n_ids * sizeof *kept);
     nb_free(ids);
-    if (status != NB_OK) return nbi_api_from(e, status, &err, "bad_words");
+    if (status == NB_TOO_LARGE)
+        return nbi_api_field(e, field_of(job, field, "bad_words"), "more than %d tokens",
+                             NB_BAD_WORD_IDS_MAX);
+    if (status != NB_OK) return nbi_api_from(e, status, &err, field_of(job, field, "bad_words"));
     if (!kept) return nbi_api_no_memory(e, "this request");
     *out = (nb_ids){kept, (uint32_t)n_ids};
     *n += n_ids;
@@ -89,6 +98,12 @@ int32_t nbi_job_call_token(const nbi_job *job)
     }
 }
 
+bool nbi_job_can_end_thinking(const nbi_job *job)
+{
+    return job->served->reasoning != NBI_REASONING_NONE &&
+           nbi_job_find_token(job, "<think>") >= 0 && nbi_job_find_token(job, "</think>") >= 0;
+}
+
 static nb_status find_thinking(const nbi_job *job, nb_sampling *s, nbi_api_error *e)
 {
     if (!s->has_think_budget) return NB_OK;
@@ -96,8 +111,9 @@ static nb_status find_thinking(const nbi_job *job, nb_sampling *s, nbi_api_error
     s->think_begin = nbi_job_find_token(job, "<think>");
     s->think_end = nbi_job_find_token(job, "</think>");
     s->think_call = kind == NBI_REASONING_GLM45 ? nbi_job_call_token(job) : -1;
-    if (kind != NBI_REASONING_NONE && s->think_begin >= 0 && s->think_end >= 0) return NB_OK;
-    return nbi_api_field(e, "thinking_token_budget",
+    if (nbi_job_can_end_thinking(job)) return NB_OK;
+    char field[NBI_PARAM_MAX];
+    return nbi_api_field(e, field_of(job, field, "thinking_token_budget"),
                          "this model has no tokens that begin and end its thinking");
 }
 

@@ -424,24 +424,24 @@ static nb_status read_think_budget(nbi_params *p, const json_t *body, nbi_api_er
     return NB_OK;
 }
 
-nb_status nbi_params_read_logprob_ids(nbi_params *p, const json_t *body, const nbi_api_facts *facts,
-                                      nbi_api_error *e)
+nb_status nbi_params_read_logprob_ids(nbi_params *p, const json_t *body, const char *field,
+                                      const nbi_api_facts *facts, nbi_api_error *e)
 {
     nb_sampling *s = &p->sampling;
     json_t *ids = NULL;
     const json_t *value;
     size_t i;
-    NB_TRY(nbi_field_array(&ids, body, "", "logprob_token_ids", e));
+    NB_TRY(nbi_field_array(&ids, body, "", field, e));
     if (json_array_size(ids) == 0) return NB_OK;
     if (p->n_prompt_logprobs >= 0)
-        return nbi_api_field(e, "logprob_token_ids", "not together with \"prompt_logprobs\"");
+        return nbi_api_field(e, field, "not together with \"prompt_logprobs\"");
     if (json_array_size(ids) > NB_TOP_LOGPROBS_MAX)
-        return nbi_api_field(e, "logprob_token_ids", "more than %d ids", NB_TOP_LOGPROBS_MAX);
+        return nbi_api_field(e, field, "more than %d ids", NB_TOP_LOGPROBS_MAX);
     json_array_foreach(ids, i, value)
     {
         char param[NBI_PARAM_MAX];
         int64_t id;
-        snprintf(param, sizeof param, "logprob_token_ids[%zu]", i);
+        snprintf(param, sizeof param, "%s[%zu]", field, i);
         NB_TRY(nbi_value_int(&id, value, param, 0, (int64_t)facts->vocab_size - 1, e));
         s->logprob_ids[s->n_logprob_ids++] = (int32_t)id;
     }
@@ -544,6 +544,7 @@ nb_status nbi_params_read(nbi_params *out, const json_t *body, const nbi_api_fac
 {
     static const nbi_param_names names = {"", "max_tokens", "min_tokens", "seed"};
     *out = defaults(facts);
+    out->prefix = names.prefix;
     NB_TRY(nbi_params_read_model(body, facts, e));
     NB_TRY(read_common(out, body, facts, &names, min_max_tokens, e));
     NB_TRY(read_stream(out, body, e));
@@ -572,6 +573,7 @@ nb_status nbi_params_read_native(nbi_params *out, const json_t *obj, const nbi_a
     static const nbi_param_names names = {"sampling_params.", "max_new_tokens", "min_new_tokens",
                                           "sampling_seed"};
     *out = defaults(facts);
+    out->prefix = names.prefix;
     nb_status status = read_common(out, obj, facts, &names, 0, e);
     if (status == NB_OK) status = nbi_params_refuse_logprob_ids(obj, e);
     if (status == NB_OK) status = check_ignored(obj, e);

@@ -34,6 +34,7 @@ typedef struct nbi_params {
     bool has_max_tokens;
     uint32_t max_tokens;          /* when has_max_tokens; may be 0 where the surface allows it */
     const char *max_tokens_field; /* the name the client used; static */
+    const char *prefix;           /* of the fields of sampling: "" or "sampling_params."; static */
     bool stream, include_usage, continuous_usage;
     bool beams; /* beam search; best_of is the width */
     double length_penalty;
@@ -71,9 +72,9 @@ nb_status nbi_params_read(nbi_params *out, const json_t *body, const nbi_api_fac
 /* `model` alone: 404 for a name that is not served. */
 nb_status nbi_params_read_model(const json_t *body, const nbi_api_facts *facts, nbi_api_error *e);
 
-/* logprob_token_ids, for surfaces that show log-probabilities of the answer: after n_logprobs is
- * set, which it changes. */
-nb_status nbi_params_read_logprob_ids(nbi_params *params, const json_t *body,
+/* `field`, "logprob_token_ids" or /generate's own, for surfaces that show log-probabilities of the
+ * answer: after n_logprobs is set, which it changes. */
+nb_status nbi_params_read_logprob_ids(nbi_params *params, const json_t *body, const char *field,
                                       const nbi_api_facts *facts, nbi_api_error *e);
 /* For the others. */
 nb_status nbi_params_refuse_logprob_ids(const json_t *body, nbi_api_error *e);

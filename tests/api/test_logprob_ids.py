@@ -3,7 +3,7 @@
 import pytest
 from api_server import stream
 from test_errors import error_of
-from test_native import PROMPT, completion
+from test_native import GREEDY, PROMPT, completion, generate
 from test_token_limits import ASK, drafting, ids_of  # noqa: F401
 
 
@@ -62,6 +62,35 @@ def test_completions(server, named):
     assert echoed["top_logprobs"][0] is None and echoed["top_logprobs"][-5:] == lists["top_logprobs"]
     assert all(top.keys() >= set(names) for top in echoed["top_logprobs"][1:])
     assert completion(server, logprob_token_ids=[])["choices"][0]["logprobs"] is None
+
+
+def test_generate(server, named):
+    """SGLang's name of it: a list beside that of the tokens, of the prompt too."""
+    asks = {"text": PROMPT, "return_logprob": True, "logprob_start_len": 0}
+    with_ids, with_top = (generate(server, **asks, **more)["meta_info"] for more in ({"token_ids_logprob": named}, {"top_logprobs_num": 20}))
+    shared = 0
+    for part in ("input", "output"):
+        assert with_ids[f"{part}_token_logprobs"] == with_top[f"{part}_token_logprobs"]
+        assert f"{part}_top_logprobs" not in with_ids
+        lists, tops = with_ids[f"{part}_token_ids_logprobs"], with_top[f"{part}_top_logprobs"]
+        assert len(lists) == len(tops) > 3 and (lists[0] is None) == (part == "input")
+        for entries, top in zip(lists, tops):
+            if entries is None:
+                continue
+            assert [e[1:] for e in entries] == [[i, None] for i in named]
+            likely = {e[1]: e[0] for e in top}
+            shared += sum(e[1] in likely for e in entries)
+            assert all(likely[e[1]] == pytest.approx(e[0], abs=1e-5) for e in entries if e[1] in likely)
+    assert shared > 3
+    late = generate(server, text=PROMPT, return_logprob=True, token_ids_logprob=named[:2])["meta_info"]
+    assert late["input_token_ids_logprobs"] == [] and len(late["output_token_ids_logprobs"][0]) == 2
+    events = stream(server, "/generate", {"text": PROMPT, "sampling_params": GREEDY, "incremental": True, "return_logprob": True,
+                                          "token_ids_logprob": named[:2]})[:-1]
+    assert [e for event in events for e in event["meta_info"]["output_token_ids_logprobs"]] == late["output_token_ids_logprobs"]
+    assert "output_token_ids_logprobs" not in generate(server, text=PROMPT, token_ids_logprob=named)["meta_info"]
+    error_of(server.post("/generate", {"text": "x", "token_ids_logprob": [1], "top_logprobs_num": 2}), param="token_ids_logprob")
+    for value, param in (("x", ""), ([[1]], "[0]"), ([1, -1], "[1]"), ([10**7], "[0]"), (list(range(21)), "")):
+        error_of(server.post("/generate", {"text": "x", "token_ids_logprob": value}), param="token_ids_logprob" + param)
 
 
 @pytest.mark.parametrize("value,param", [("x", ""), (5, ""), ([1, "x"], "[1]"), ([-1], "[0]"), ([10**7], "[0]"), (list(range(21)), "")],

@@ -1,6 +1,10 @@
 """What narrows an answer token by token: allowed_token_ids, bad_words, thinking_token_budget."""
 
+import shutil
+import subprocess
+
 import pytest
+from conftest import SYNTH
 from test_errors import error_of
 from test_native import PROMPT, completion, generate
 
@@ -67,6 +71,27 @@ def test_allowed_refused(server, value, param):
     error_of(server.post("/v1/completions", {"prompt": "x", "allowed_token_ids": value}), param=param)
     error_of(server.post("/v1/chat/completions", {"messages": ASK, "allowed_token_ids": value}), param=param)
     error_of(server.post("/generate", {"text": "x", "sampling_params": {"allowed_token_ids": value}}), param="sampling_params." + param)
+
+
+@pytest.fixture(scope="module")
+def padded(nibble_bin, serve, model_dir, tmp_path_factory):
+    """A model whose head has rows that are no token of the tokenizer."""
+    folder = tmp_path_factory.mktemp("padded") / "random"
+    sets = [word for item in SYNTH for word in ("--set", item.replace("vocab_size=4096", "vocab_size=4160"))]
+    subprocess.run([nibble_bin, "synth", "--like", "glm-5.2", "--layers", "2", "--experts", "4", *sets, "--out", folder, "--tokenizer", model_dir],
+                   check=True, capture_output=True)
+    shutil.copy(model_dir / "chat_template.jinja", folder)
+    return serve(model=folder)
+
+
+def test_the_engine_names_the_field(padded):
+    """What only the engine can say, here that nothing is left, is about that field, by the name that the surface has for it."""
+    no_tokens, many_words = {"allowed_token_ids": [4100]}, {"bad_words": ["abcdefgh" * 100] * 200}
+    for fields in (no_tokens, many_words):
+        param = next(iter(fields))
+        error_of(padded.post("/v1/completions", {"prompt": "x", **fields}), param=param)
+        error_of(padded.post("/v1/chat/completions", {"messages": ASK, **fields}), param=param)
+        error_of(padded.post("/generate", {"text": "x", "sampling_params": fields}), param="sampling_params." + param)
 
 
 # ---------------------------------------------------------------- bad_words
