@@ -1,5 +1,5 @@
 /* Append and attention of one layer as the model calls them: together, when they may be one launch,
- * and apart they give the same bits. */
+ * and apart they give the same bits. `--bench` times recorded steps of many layers. */
 #include "cuda/gpu_util.h"
 #include "kernel/attention_util.h"
 
@@ -283,9 +283,206 @@ static void test_mla_step(void **state)
                    some, 5);
 }
 
+/* ---------------------------------------------------------------- speed */
+
+/* A step of layers that are attention only, each with a cache of its own: together larger than any
+ * L2. */
+typedef struct bench_step {
+    nbi_backend *b;
+    const nbi_batch *batch;
+    uint32_t n_layers;
+    char *cache;
+    size_t cache_bytes; /* of a layer */
+    nbi_kv_layer layer;
+    nbi_rope_rows rope;
+    nbi_gqa_append_args gqa_append; /* one of the two is given */
+    nbi_gqa_attend_args gqa;
+    nbi_mla_append_args mla_append;
+    nbi_mla_attend_args mla;
+} bench_step;
+
+static void bench_run(void *arg)
+{
+    bench_step *s = arg;
+    const nbi_batch *device = NULL;
+    if (s->b->ops->step_begin(s->b, s->batch, 0, &device))
+        for (uint32_t i = 0; i < s->n_layers; i++) {
+            char *cache = s->cache + i * s->cache_bytes;
+            s->layer.latent = s->layer.k = cache;
+            s->layer.v = cache + s->cache_bytes / 2;
+            s->gqa_append.batch = s->gqa.batch = s->mla_append.batch = s->mla.batch = device;
+            if (s->gqa.n_heads) {
+                s->b->ops->gqa_append(s->b, &s->gqa_append);
+                s->b->ops->gqa_attend(s->b, &s->gqa);
+            } else {
+                s->b->ops->mla_append(s->b, &s->mla_append);
+                s->b->ops->mla_attend(s->b, &s->mla);
+            }
+        }
+    gpu_step_end(s->b);
+}
+
+/* The last row of each of n sequences of `length`; layers so that the caches are 256 MB. */
+static void bench_open(bench_step *s, op_batch *batch, nbi_limits limits, uint32_t n_seqs,
+                       uint32_t length, size_t page_bytes)
+{
+    uint32_t lengths[64], ones[64];
+    for (uint32_t i = 0; i < n_seqs; i++) lengths[i] = length, ones[i] = 1;
+    op_batch_make(batch, lengths, ones, n_seqs);
+    limits.max_seqs = n_seqs;
+    *s = (bench_step){.b = gpu_open_graphs(&limits), .batch = &batch->b};
+    const bool emulated = strstr(s->b->description, "emulated") != NULL;
+    s->cache_bytes = (batch->n_pages * page_bytes + 511) / 512 * 512;
+    s->n_layers = emulated ? 1 : (uint32_t)(((size_t)256 << 20) / s->cache_bytes) + 1;
+    if (s->n_layers > 48) s->n_layers = 48;
+    const size_t all = s->n_layers * s->cache_bytes, n = (size_t)1 << 20;
+    assert_non_null(s->cache = s->b->ops->alloc(s->b, all));
+    uint16_t *x = malloc(n * sizeof *x);
+    for (size_t i = 0; i < n; i++) x[i] = nbi_f32_bf16(op_normal());
+    for (size_t at = 0; at < all; at += n * sizeof *x)
+        s->b->ops->upload(s->b, s->cache + at, x,
+                          all - at < n * sizeof *x ? all - at : n * sizeof *x);
+    free(x);
+    s->layer.dtype = NBI_BF16;
+}
+
+static void bench_close(bench_step *s, op_batch *batch, const char *what, uint32_t length,
+                        size_t position_bytes)
+{
+    for (int i = 0; i < 3; i++) bench_run(s); /* launched, recorded, replayed */
+    const double t = op_time(bench_run, s, s->n_layers == 1 ? 1 : 15) / s->n_layers;
+    const double bytes = (double)batch->b.n_rows * length * (double)position_bytes;
+    printf("  %-26s rows %3u len %5u %8.2f us a layer (of %u), cache at %6.0f GB/s\n", what,
+           batch->b.n_rows, length, t * 1e6, s->n_layers, bytes / t * 1e-9);
+    s->b->ops->release(s->b, s->cache, s->n_layers * s->cache_bytes);
+}
+
+static gpu_buffer bench_floats(nbi_backend *b, size_t n)
+{
+    float *x = op_floats(n);
+    for (size_t i = 0; i < n; i++) x[i] = op_uniform(-1, 1);
+    const gpu_buffer g = gpu_floats(b, x, n);
+    op_free(x);
+    return g;
+}
+
+static void bench_gqa(uint32_t heads, uint32_t kv, uint32_t n_seqs, uint32_t length)
+{
+    op_batch batch;
+    bench_step s;
+    const at_gqa_case c = {heads, kv, 128, NBI_BF16};
+    bench_open(&s, &batch, at_gqa_limits(&c, n_seqs, length), n_seqs, length,
+               (size_t)kv * 64 * 128 * 4);
+    gpu_buffer q = bench_floats(s.b, (size_t)n_seqs * heads * 128), k, v, o, norm, turn;
+    k = bench_floats(s.b, (size_t)n_seqs * kv * 128);
+    v = bench_floats(s.b, (size_t)n_seqs * kv * 128);
+    o = gpu_poisoned(s.b, (size_t)n_seqs * heads * 128 * 4);
+    norm = bench_floats(s.b, 128);
+    turn = bench_floats(s.b, (size_t)n_seqs * 64);
+    s.rope = (nbi_rope_rows){.cos = turn.p, .sin = turn.p, .dim = 128};
+    s.gqa_append = (nbi_gqa_append_args){.q = q.p,
+                                         .k = k.p,
+                                         .v = v.p,
+                                         .q_norm = norm.p,
+                                         .k_norm = norm.p,
+                                         .eps = 1e-6f,
+                                         .n_heads = heads,
+                                         .n_kv_heads = kv,
+                                         .head_dim = 128,
+                                         .rope = &s.rope,
+                                         .cache = &s.layer};
+    s.gqa = (nbi_gqa_attend_args){.out = o.p,
+                                  .q = q.p,
+                                  .n_heads = heads,
+                                  .n_kv_heads = kv,
+                                  .head_dim = 128,
+                                  .scale = 0.09f,
+                                  .cache = &s.layer};
+    char what[64];
+    snprintf(what, sizeof what, "gqa %u/%u heads of 128", heads, kv);
+    bench_close(&s, &batch, what, length, (size_t)kv * 512);
+    gpu_buffer *buffers[] = {&q, &k, &v, &o, &norm, &turn};
+    for (size_t i = 0; i < sizeof buffers / sizeof *buffers; i++) gpu_free(buffers[i]);
+    gpu_close(s.b);
+    op_batch_free(&batch);
+}
+
+static void bench_mla(uint32_t heads, uint32_t nope, uint32_t v, uint32_t n_seqs, uint32_t length)
+{
+    op_batch batch;
+    bench_step s;
+    const at_mla_case c = {heads, nope, 64, 512, v, NBI_BF16, NBI_WEIGHT_BF16, 0};
+    bench_open(&s, &batch, at_mla_limits(&c, n_seqs, length), n_seqs, length, 64 * 576 * 2);
+    const size_t nw = (size_t)heads * (nope + v) * 512;
+    uint16_t *w = malloc(nw * sizeof *w);
+    for (size_t i = 0; i < nw; i++) w[i] = nbi_f32_bf16(0.05f * op_uniform(-1, 1));
+    const nbi_matrix m = {.kind = NBI_WEIGHT_BF16,
+                          .rows = heads * (nope + v),
+                          .cols = 512,
+                          .data = w,
+                          .global_scale = 1,
+                          .name = "kv_b_proj"};
+    nb_error err = {0};
+    nbi_weight *kv_b = NULL;
+    assert_int_equal(s.b->ops->weight_prepare(s.b, &kv_b, &m, &err), NB_OK);
+    gpu_buffer q = bench_floats(s.b, (size_t)n_seqs * heads * (nope + 64));
+    gpu_buffer kv = bench_floats(s.b, (size_t)n_seqs * 576), norm = bench_floats(s.b, 512);
+    gpu_buffer o = gpu_poisoned(s.b, (size_t)n_seqs * heads * v * 4);
+    gpu_buffer turn = bench_floats(s.b, (size_t)n_seqs * 32);
+    s.rope = (nbi_rope_rows){.cos = turn.p, .sin = turn.p, .dim = 64, .interleaved = true};
+    s.mla_append = (nbi_mla_append_args){.q = q.p,
+                                         .kv = kv.p,
+                                         .kv_norm = norm.p,
+                                         .eps = 1e-6f,
+                                         .n_heads = heads,
+                                         .nope_dim = nope,
+                                         .rope_dim = 64,
+                                         .kv_lora = 512,
+                                         .kv_stride = 576,
+                                         .rope = &s.rope,
+                                         .cache = &s.layer};
+    s.mla = (nbi_mla_attend_args){.out = o.p,
+                                  .q = q.p,
+                                  .kv_b = kv_b,
+                                  .n_heads = heads,
+                                  .nope_dim = nope,
+                                  .rope_dim = 64,
+                                  .kv_lora = 512,
+                                  .v_dim = v,
+                                  .scale = 0.0625f,
+                                  .cache = &s.layer};
+    char what[64];
+    snprintf(what, sizeof what, "mla %u heads", heads);
+    bench_close(&s, &batch, what, length, 1152);
+    s.b->ops->weight_release(s.b, &kv_b);
+    gpu_buffer *buffers[] = {&q, &kv, &norm, &o, &turn};
+    for (size_t i = 0; i < sizeof buffers / sizeof *buffers; i++) gpu_free(buffers[i]);
+    gpu_close(s.b);
+    free(w);
+    op_batch_free(&batch);
+}
+
+static void bench(void)
+{
+    const nbi_limits none = {.max_rows = 1, .max_seqs = 1, .max_context = 64};
+    nbi_backend *b = gpu_open(&none);
+    const bool emulated = strstr(b->description, "emulated") != NULL; /* then only that it runs */
+    gpu_close(b);
+    const uint32_t less = emulated ? 8 : 1, most = emulated ? 1 : 64;
+    for (uint32_t n = 1; n <= most; n *= 4) bench_gqa(32, 4, n, 1024 / less);
+    bench_gqa(32, 4, 1, 8192 / less);
+    for (uint32_t n = 1; n <= most; n *= 4) bench_mla(20, 192, 256, n, 1024 / less);
+    bench_mla(20, 192, 256, 1, 8192 / less);
+    bench_mla(8, 192, 256, 1, 1024 / less); /* glm-5, one of eight ranks */
+}
+
 int main(int argc, char **argv)
 {
     op_begin(argc, argv);
+    if (op_bench) {
+        bench();
+        return 0;
+    }
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_gqa_step),
         cmocka_unit_test(test_mla_step),

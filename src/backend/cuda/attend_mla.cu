@@ -393,8 +393,9 @@ struct block_grid {
 
 static block_grid grid_of(const nbi_cuda_attend *a, uint32_t slots)
 {
-    /* rows with lists of their own share no tiles */
-    const uint32_t rows = a->select ? 1 : nbi_attend_group_rows(a->n_heads, slots);
+    /* rows with lists of their own share no tiles, nor do rows of different sequences */
+    const bool alone = a->select || a->n_rows == a->n_seqs;
+    const uint32_t rows = alone ? 1 : nbi_attend_group_rows(a->n_heads, slots);
     const uint32_t parts = nbi_ceil_div(rows * a->n_heads, slots);
     return {rows, parts, nbi_ceil_div(a->n_rows, rows) * parts};
 }
