@@ -19,6 +19,7 @@
 #define ROWS_MAX 4096u /* of one pass: the results of all its pairs are in memory */
 #define STAGES   4u    /* k-tiles of x on their way or in use */
 #define TILE_MAX 128u  /* tokens */
+#define TOGETHER 4u    /* slots of a row */
 
 /* Pairs of an expert from which warpgroups are ahead, where there are any. */
 #define WIDE_PAIRS 12u
@@ -175,14 +176,24 @@ static __global__ void __launch_bounds__(THREADS)
     const size_t t = blockIdx.y;
     if (c >= hidden) return;
     nbi_f32x4 sum = {{0, 0, 0, 0}};
-    for (uint32_t k = 0; k < top_k; k++) {
-        const size_t p = t * top_k + k;
-        if (!valid(ids[p], n_experts)) continue;
-        const float weight = weights[p];
-        const nbi_f32x4 y =
-            *reinterpret_cast<const nbi_f32x4 *>(w.y + (size_t)w.place[p] * hidden + c);
+    for (uint32_t k0 = 0; k0 < top_k; k0 += TOGETHER) { /* their loads go out together */
+        nbi_f32x4 y[TOGETHER] = {};
+        float weight[TOGETHER] = {};
+        bool here[TOGETHER];
 #pragma unroll
-        for (int i = 0; i < 4; i++) sum.v[i] = fmaf(weight, y.v[i], sum.v[i]);
+        for (uint32_t j = 0; j < TOGETHER; j++) {
+            const size_t p = t * top_k + k0 + j;
+            here[j] = k0 + j < top_k && valid(ids[p], n_experts);
+            if (!here[j]) continue;
+            weight[j] = weights[p];
+            y[j] = *reinterpret_cast<const nbi_f32x4 *>(w.y + (size_t)w.place[p] * hidden + c);
+        }
+#pragma unroll
+        for (uint32_t j = 0; j < TOGETHER; j++) {
+            if (!here[j]) continue;
+#pragma unroll
+            for (int i = 0; i < 4; i++) sum.v[i] = fmaf(weight[j], y[j].v[i], sum.v[i]);
+        }
     }
     *reinterpret_cast<nbi_f32x4 *>(out + t * hidden + c) = sum;
 }
