@@ -19,7 +19,8 @@
  *   x_fast                       rows of x may be read 16 bytes at a time
  *   take(plan, s, warp)          may be there instead of x() and x_fast: the warps that multiply
  *                                wait and make all of x, by nbi_stream_put()
- *   result, part(), finish()     what becomes of the sums: see nbi_stream_reduce */
+ *   result, part(), finish()     what becomes of the sums: see nbi_stream_reduce
+ *   reduce(plan, s, sums, tile)  may be there instead of them */
 #pragma once
 
 #include "backend/cuda/tile.h"
@@ -156,34 +157,48 @@ template <class WORK> NBI_DEV uint32_t nbi_stream_own_tiles(const WORK &w)
     return w.n_tiles > blockIdx.x ? (w.n_tiles - blockIdx.x - 1) / gridDim.x + 1 : 0;
 }
 
-/* One thread: asks for the units of all tiles of the block, in order. */
+/* Asks for the units of stage `stage`: group of chunks from chunk c on, of a part of a tile. */
 template <nbi_weight_kind KIND, class WORK>
-NBI_DEV void nbi_stream_ask(const WORK &w, const nbi_stream_plan &plan, const nbi_stream_shared &s)
+NBI_DEV void nbi_stream_ask_stage(const WORK &w, const nbi_stream_plan &plan,
+                                  const nbi_stream_shared &s, uint32_t tile, uint32_t part,
+                                  uint32_t c, uint32_t stage)
 {
     constexpr uint32_t CT = nbi_chunk_tiles(KIND), TILE = nbi_tile_bytes(KIND);
     constexpr uint32_t SCALES = KIND == NBI_WEIGHT_NVFP4 ? 64u : 0u;
-    const uint32_t n = nbi_stream_own_tiles(w);
-    uint32_t stage = 0, turn = 0;
-    for (uint32_t i = 0; i < n; i++) {
-        for (uint32_t part = 0; part < w.n_parts; part++) {
-            nbi_cuda_packed m;
-            const size_t first =
-                (size_t)w.at(s.notes, blockIdx.x + i * gridDim.x, part, &m) * m.n_kt;
-            for (uint32_t c = 0; c < w.n_chunks; c += plan.group) {
-                const uint32_t kt = c * CT, all = plan.group * CT, left = m.n_kt - kt;
-                const uint32_t tiles = left < all ? left : all;
-                if (turn) nbi_bar_wait(&s.empty[stage], (turn - 1) & 1u);
-                char *to = s.ring + stage * plan.stage_bytes;
-                nbi_bar_expect(&s.full[stage], tiles * (TILE + SCALES) + (c ? 0 : 64));
-                nbi_copy_bulk(to, static_cast<const char *>(m.data) + (first + kt) * TILE,
-                              tiles * TILE, &s.full[stage]);
-                if (SCALES)
-                    nbi_copy_bulk(to + all * TILE,
-                                  static_cast<const char *>(m.scales) + (first + kt) * SCALES,
-                                  tiles * SCALES, &s.full[stage]);
-                if (c == 0)
-                    nbi_copy_bulk(to + all * (TILE + SCALES),
-                                  m.row_scale + first / m.n_kt * NBI_TILE_ROWS, 64, &s.full[stage]);
+    nbi_cuda_packed m;
+    const size_t first = (size_t)w.at(s.notes, tile, part, &m) * m.n_kt;
+    const uint32_t kt = c * CT, all = plan.group * CT, left = m.n_kt - kt;
+    const uint32_t tiles = left < all ? left : all;
+    char *to = s.ring + stage * plan.stage_bytes;
+    nbi_bar_expect(&s.full[stage], tiles * (TILE + SCALES) + (c ? 0 : 64));
+    nbi_copy_bulk(to, static_cast<const char *>(m.data) + (first + kt) * TILE, tiles * TILE,
+                  &s.full[stage]);
+    if (SCALES)
+        nbi_copy_bulk(to + all * TILE, static_cast<const char *>(m.scales) + (first + kt) * SCALES,
+                      tiles * SCALES, &s.full[stage]);
+    if (c == 0)
+        nbi_copy_bulk(to + all * (TILE + SCALES), m.row_scale + first / m.n_kt * NBI_TILE_ROWS, 64,
+                      &s.full[stage]);
+}
+
+/* One warp: asks for the units of all tiles of the block, in order. What the ring holds at first is
+ * asked for by all lanes: their addresses are made together. */
+template <nbi_weight_kind KIND, class WORK>
+NBI_DEV void nbi_stream_ask(const WORK &w, const nbi_stream_plan &plan, const nbi_stream_shared &s)
+{
+    const uint32_t groups = w.n_chunks / plan.group, each = w.n_parts * groups;
+    const uint32_t n = nbi_stream_own_tiles(w), lane = (uint32_t)nbi_lane();
+    const uint32_t first = n * each < plan.stages ? n * each : plan.stages;
+    for (uint32_t j = lane; j < first; j += NBI_WARP)
+        nbi_stream_ask_stage<KIND>(w, plan, s, blockIdx.x + j / each * gridDim.x, j % each / groups,
+                                   j % groups * plan.group, j);
+    if (lane) return;
+    uint32_t stage = 0, turn = 1, part = first % each / groups, c = first % groups * plan.group;
+    for (uint32_t i = first / each; i < n; i++, part = 0) {
+        for (; part < w.n_parts; part++, c = 0) {
+            for (; c < w.n_chunks; c += plan.group) {
+                nbi_bar_wait(&s.empty[stage], (turn - 1) & 1u);
+                nbi_stream_ask_stage<KIND>(w, plan, s, blockIdx.x + i * gridDim.x, part, c, stage);
                 if (++stage == plan.stages) stage = 0, turn++;
             }
         }
@@ -217,22 +232,34 @@ NBI_DEV void nbi_stream_put(const nbi_stream_plan &plan, const nbi_stream_shared
     if (lane == 0) s.unit[unit * plan.pad_tokens + token] = nbi_pow2(e);
 }
 
-/* The warps that multiply: all of x. A barrier follows. */
+/* One chunk of a token's x as nbi_stream_put() takes it; item i is chunk i % units of token
+ * i / units. */
+template <nbi_weight_kind KIND, class WORK>
+NBI_DEV void nbi_stream_load_x(nbi_f32x4 *v, const WORK &w, const nbi_stream_shared &s, uint32_t i)
+{
+    constexpr uint32_t COLS = nbi_chunk_tiles(KIND) * NBI_TILE_COLS, LOADS = COLS / 128;
+    const uint32_t units = w.n_parts * w.n_chunks, token = i / units, unit = i % units;
+    const float *row = token < w.n_tokens ? w.x(s.notes, token, unit / w.n_chunks) : nullptr;
+    const uint32_t first = unit % w.n_chunks * COLS + 4 * (uint32_t)nbi_lane();
+#pragma unroll
+    for (uint32_t k = 0; k < LOADS; k++)
+        v[k] = nbi_x_load(row, first + k * 128, row ? w.cols : 0, w.x_fast);
+}
+
+/* The warps that multiply: all of x, a warp two chunks at a time. A barrier follows. */
 template <nbi_weight_kind KIND, class WORK>
 NBI_DEV void nbi_stream_take_x(const WORK &w, const nbi_stream_plan &plan,
                                const nbi_stream_shared &s, uint32_t warp)
 {
-    constexpr uint32_t COLS = nbi_chunk_tiles(KIND) * NBI_TILE_COLS, LOADS = COLS / 128;
-    const uint32_t units = w.n_parts * w.n_chunks;
-    for (uint32_t i = warp; i < units * plan.pad_tokens; i += plan.warps) {
-        const uint32_t token = i / units, unit = i % units, part = unit / w.n_chunks;
-        const float *row = token < w.n_tokens ? w.x(s.notes, token, part) : nullptr;
-        const uint32_t first = unit % w.n_chunks * COLS + 4 * (uint32_t)nbi_lane();
-        nbi_f32x4 v[LOADS];
-#pragma unroll
-        for (uint32_t k = 0; k < LOADS; k++)
-            v[k] = nbi_x_load(row, first + k * 128, row ? w.cols : 0, w.x_fast);
-        nbi_stream_put<KIND>(plan, s, unit, token, v);
+    constexpr uint32_t LOADS = nbi_chunk_tiles(KIND) / 2;
+    const uint32_t units = w.n_parts * w.n_chunks, all = units * plan.pad_tokens;
+    for (uint32_t i = warp; i < all; i += 2 * plan.warps) {
+        const uint32_t j = i + plan.warps;
+        nbi_f32x4 v[LOADS], after[LOADS] = {};
+        nbi_stream_load_x<KIND>(v, w, s, i);
+        if (j < all) nbi_stream_load_x<KIND>(after, w, s, j);
+        nbi_stream_put<KIND>(plan, s, i % units, i / units, v);
+        if (j < all) nbi_stream_put<KIND>(plan, s, j % units, j / units, after);
     }
 }
 
@@ -447,9 +474,13 @@ NBI_DEV void nbi_stream_consume(const WORK &w, const nbi_stream_plan &plan,
         }
         nbi_sync_some(1, plan.warps * 32);
         for (place += all; place >= ring; turn++) place -= ring;
-        if (warp < tiles)
-            nbi_stream_reduce<KIND, NT>(w, plan, s, sums + warp * tile_floats,
-                                        blockIdx.x + (first + warp) * gridDim.x);
+        if (warp >= tiles) continue;
+        const float *own = sums + warp * tile_floats;
+        const uint32_t tile_here = blockIdx.x + (first + warp) * gridDim.x;
+        if constexpr (requires { w.template reduce<KIND>(plan, s, own, tile_here); })
+            w.template reduce<KIND>(plan, s, own, tile_here);
+        else
+            nbi_stream_reduce<KIND, NT>(w, plan, s, own, tile_here);
     }
 }
 
@@ -470,7 +501,7 @@ NBI_DEV void nbi_stream_run(const WORK &w, const nbi_stream_plan &plan)
     __syncthreads();
     nbi_let_next(); /* if WAITS, the next kernel may count on what we waited for */
     if (warp == plan.warps) {
-        if (nbi_lane() == 0) nbi_stream_ask<KIND>(w, plan, s);
+        nbi_stream_ask<KIND>(w, plan, s);
         if (!WORK::WAITS) nbi_wait_before();
         return;
     }

@@ -74,9 +74,6 @@ struct gate_up_work {
 
 struct down_work {
     static constexpr bool WAITS = false;
-    struct result {
-        float y[4];
-    };
 
     nbi_moe_weights w;
     const float *h;
@@ -104,26 +101,53 @@ struct down_work {
         return notes[slot] == NONE ? nullptr : h + (size_t)slot * w.first.cols;
     }
 
-    NBI_DEV void part(const uint32_t *notes, result *sum, const float y[4], const float scale[2],
-                      uint32_t slot) const
+    /* Slots 8 at a time: lane l has slot l / 4, and rows 2 r, 2 r + 8, 2 r + 1, 2 r + 9 of the
+     * tile, r = l % 4, as they lie in the sums. Then the slots in their order. */
+    template <nbi_weight_kind KIND>
+    NBI_DEV void reduce(const nbi_stream_plan &plan, const nbi_stream_shared &s, const float *sums,
+                        uint32_t tile) const
     {
-        if (notes[slot] == NONE) return;
+        const uint32_t lane = (uint32_t)nbi_lane(), r = lane % 4;
+        float sum[4] = {0, 0, 0, 0};
+        for (uint32_t first = 0; first < n_parts; first += 8) {
+            const uint32_t slot = first + lane / 4, n = n_parts - first < 8 ? n_parts - first : 8;
+            float y[4] = {0, 0, 0, 0};
+            if (slot < n_parts) sum_chunks<KIND>(y, plan, s, sums, tile, slot, r);
+            for (uint32_t k = 0; k < n; k++) {
+                const bool none = s.notes[first + k] == NONE;
+                const float weight = nbi_float(s.notes[SLOTS + first + k]);
 #pragma unroll
-        for (uint32_t i = 0; i < 4; i += 2) {
-            const float v = y[i] * scale[i / 2];
-            sum->y[i] = fmaf(nbi_float(notes[SLOTS + slot]), v, sum->y[i]);
+                for (uint32_t i = 0; i < 4; i++) {
+                    const float v = __shfl_sync(NBI_FULL_MASK, y[i], (int)(k * 4 + r));
+                    sum[i] = none ? sum[i] : fmaf(weight, v, sum[i]);
+                }
+            }
+        }
+        if (lane >= 4) return;
+#pragma unroll
+        for (uint32_t i = 0; i < 4; i++) {
+            const uint32_t at_row = tile * 16 + 2 * r + i / 2 + i % 2 * 8;
+            if (at_row < w.first.rows) out[at_row] = sum[i];
         }
     }
 
-    NBI_DEV void finish(const uint32_t *, const result &r, uint32_t tile, uint32_t g,
-                        uint32_t token) const
+    template <nbi_weight_kind KIND>
+    NBI_DEV void sum_chunks(float y[4], const nbi_stream_plan &plan, const nbi_stream_shared &s,
+                            const float *sums, uint32_t tile, uint32_t slot, uint32_t r) const
     {
-        if (token) return;
+        const float *from = sums + slot * n_chunks * plan.sum_floats + r * 4;
+        const float *unit = s.unit + slot * n_chunks;
+        const float *rows = sums + n_parts * n_chunks * plan.sum_floats + slot * NBI_TILE_ROWS;
+        const nbi_cuda_packed m = nbi_moe_expert(w, s.notes[slot] == NONE ? 0 : s.notes[slot]);
+#pragma unroll 4
+        for (uint32_t c = 0; c < n_chunks; c++) {
+            const nbi_f32x4 p = *reinterpret_cast<const nbi_f32x4 *>(from + c * plan.sum_floats);
+            const nbi_f32x2 block = nbi_tile_block_scale<KIND>(m, tile, c);
 #pragma unroll
-        for (uint32_t i = 0; i < 4; i += 2) {
-            const uint32_t at_row = tile * 16 + g + i / 2 * 8;
-            if (at_row < w.first.rows) out[at_row] = r.y[i];
+            for (uint32_t i = 0; i < 4; i++) y[i] = fmaf(p.v[i], unit[c] * block.v[i % 2], y[i]);
         }
+#pragma unroll
+        for (uint32_t i = 0; i < 4; i++) y[i] *= rows[2 * r + i / 2 + i % 2 * 8];
     }
 };
 
