@@ -131,6 +131,7 @@ typedef struct nbi_swiglu_args {
     void *out;
     const void *gate, *up; /* act, row strides below */
     uint32_t n_rows, width, in_stride, out_stride;
+    bool once; /* only the next linear layer reads out: it may be left unwritten */
 } nbi_swiglu_args;
 
 /* MLA: norm the latent, rotate q and the shared key, append (latent, key) to the cache. */
@@ -252,6 +253,8 @@ typedef struct nbi_add_args {
     void *x;
     const void *y;
     size_t n;
+    bool once; /* nobody else reads y, which the linear layer before made: it may be left unwritten
+                */
 } nbi_add_args;
 
 /* Chooses a token per row. Before choosing, in this order: `adjust` (repetition, then bias),

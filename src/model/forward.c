@@ -202,7 +202,8 @@ static void mlp(step *s, void *out, const void *x, const nbi_mlp_weights *w)
                                                .n_rows = s->batch->n_rows,
                                                .width = w->inter,
                                                .in_stride = w->inter,
-                                               .out_stride = w->inter});
+                                               .out_stride = w->inter,
+                                               .once = true});
     linear(s, out, s->ws->gate, w->down, NULL);
 }
 
@@ -357,8 +358,9 @@ static void moe(step *s, const nbi_moe_weights *w)
                                       .workspace = ws->moe});
     if (!w->shared.inter) return;
     mlp(s, ws->shared, ws->xn, &w->shared);
-    s->b->ops->add(s->b,
-                   &(nbi_add_args){.x = ws->delta, .y = ws->shared, .n = (size_t)T * c->hidden});
+    s->b->ops->add(
+        s->b,
+        &(nbi_add_args){.x = ws->delta, .y = ws->shared, .n = (size_t)T * c->hidden, .once = true});
 }
 
 /* ---------------------------------------------------------------- the pass */

@@ -480,6 +480,91 @@ static void test_norm_bits(void **state)
     gpu_close(b);
 }
 
+/* ---------------------------------------------------------------- MLP */
+
+typedef struct mlp_result {
+    float *x, *y;
+} mlp_result;
+
+/* silu(gate) * up in place, its product, and the addition of that to x. apart: one after the other,
+ * all of it left in memory. y_on_up: the product overwrites what was multiplied. */
+static mlp_result run_mlp(nbi_backend *b, nbi_weight *w, const float *gate, const float *up,
+                          const float *x, uint32_t n, bool apart, bool y_on_up)
+{
+    const uint32_t rows = w->host.rows, cols = w->host.cols;
+    gpu_buffer g = gpu_floats(b, gate, (size_t)n * cols), u = gpu_floats(b, up, (size_t)n * cols);
+    gpu_buffer sum = gpu_floats(b, x, (size_t)n * rows);
+    gpu_buffer y = gpu_poisoned(b, (size_t)n * rows * sizeof(float));
+    void *product = y_on_up ? u.p : y.p;
+    b->ops->swiglu(b, &(nbi_swiglu_args){.out = g.p,
+                                         .gate = g.p,
+                                         .up = u.p,
+                                         .n_rows = n,
+                                         .width = cols,
+                                         .in_stride = cols,
+                                         .out_stride = cols,
+                                         .once = !apart});
+    b->ops->linear(b, &(nbi_linear_args){.y = product,
+                                         .x = g.p,
+                                         .w = w,
+                                         .n_rows = n,
+                                         .x_stride = cols,
+                                         .y_stride = rows,
+                                         .y_f32 = true});
+    b->ops->add(b,
+                &(nbi_add_args){.x = sum.p, .y = product, .n = (size_t)n * rows, .once = !apart});
+    const mlp_result r = {gpu_read(&sum), gpu_read(&y)};
+    gpu_free(&g);
+    gpu_free(&u);
+    gpu_free(&sum);
+    gpu_free(&y);
+    return r;
+}
+
+static void check_mlp(nbi_backend *b, nbi_weight_kind kind, uint32_t rows, uint32_t cols,
+                      uint32_t n, bool y_on_up)
+{
+    nb_error err;
+    nbi_weight *w = NULL;
+    mat m;
+    mat_make(&m, kind, rows, cols, false);
+    if (b->ops->weight_prepare(b, &w, &m.m, &err) != NB_OK) fail_msg("%s", err.text);
+    float *gate = op_floats((size_t)n * cols), *up = op_floats((size_t)n * cols);
+    float *x = op_floats((size_t)n * rows);
+    op_fill(gate, (size_t)n * cols, 2);
+    op_fill(up, (size_t)n * cols, 2);
+    op_fill(x, (size_t)n * rows, 2);
+    mlp_result want = run_mlp(b, w, gate, up, x, n, true, false);
+    mlp_result got = run_mlp(b, w, gate, up, x, n, false, y_on_up);
+    assert_memory_equal(got.x, want.x, (size_t)n * rows * sizeof *x);
+    for (size_t i = 0; i < (size_t)n * rows; i++) assert_true(want.x[i] == x[i] + want.y[i]);
+    free(got.x);
+    free(got.y);
+    free(want.x);
+    free(want.y);
+    b->ops->weight_release(b, &w);
+    mat_free(&m);
+    op_free(gate);
+    op_free(up);
+    op_free(x);
+}
+
+/* Activation and addition in the launch of the product between them. */
+static void test_mlp_bits(void **state)
+{
+    (void)state;
+    static const uint32_t cols[] = {48, 256, 784, 1552};
+    nbi_backend *b = open_for(1600, 64, 20);
+    for (size_t k = 0; k < N_KINDS; k++)
+        for (uint32_t i = 0; i < 4; i++)
+            check_mlp(b, kinds[k], 30 + i, cols[i], 1 + 3 * ((i + (uint32_t)k) % 4), false);
+    check_mlp(b, NBI_WEIGHT_BF16, 48, 256, 1, true);
+    check_mlp(b, NBI_WEIGHT_NVFP4, 256, 256, 1, true);
+    check_mlp(b, NBI_WEIGHT_BF16, 40, 258, 2, false);
+    check_mlp(b, NBI_WEIGHT_BF16, 40, 256, 17, false);
+    gpu_close(b);
+}
+
 /* ---------------------------------------------------------------- speed */
 
 #if NBI_CUDA_EMULATED
@@ -634,6 +719,7 @@ int main(int argc, char **argv)
         cmocka_unit_test(test_exact_values), cmocka_unit_test(test_bits),
         cmocka_unit_test(test_not_finite),   cmocka_unit_test(test_nan_weight),
         cmocka_unit_test(test_w4a4),         cmocka_unit_test(test_norm_bits),
+        cmocka_unit_test(test_mlp_bits),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

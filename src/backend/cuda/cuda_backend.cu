@@ -360,14 +360,12 @@ static nb_status cuda_sync(nbi_backend *b, nb_error *err)
     }
 FLUSH(embed)
 FLUSH(rope_table)
-FLUSH(swiglu)
 FLUSH(mla_append)
 FLUSH(gqa_append)
 FLUSH(index_append)
 FLUSH(index_select)
 FLUSH(index_reuse)
 FLUSH(gather)
-FLUSH(add)
 FLUSH(sample)
 #undef FLUSH
 
@@ -393,7 +391,7 @@ const nbi_backend_ops nbi_cuda_ops = {
     .rope_table = flush_rope_table,
     .rmsnorm = nbi_cuda_rmsnorm_later,
     .linear = nbi_cuda_linear,
-    .swiglu = flush_swiglu,
+    .swiglu = nbi_cuda_swiglu_later,
     .mla_append = flush_mla_append,
     .mla_attend = nbi_cuda_mla_attend, /* may take the append that waits along */
     .gqa_append = flush_gqa_append,
@@ -403,7 +401,7 @@ const nbi_backend_ops nbi_cuda_ops = {
     .index_reuse = flush_index_reuse,
     .route = nbi_cuda_route_now,
     .gather = flush_gather,
-    .add = flush_add,
+    .add = nbi_cuda_add_now,
     .sample = flush_sample,
     .sync = cuda_sync,
     .read_bandwidth = nbi_cuda_read_bandwidth,

@@ -73,7 +73,8 @@ struct nbi_cuda {
     uint32_t n_pending;
     nbi_rmsnorm_args norm;
     nbi_linear_args router; /* the exact product behind the norm: waits for `route` */
-    bool norm_pending, router_pending;
+    nbi_swiglu_args swiglu; /* what makes this x instead */
+    bool norm_pending, router_pending, swiglu_pending;
     nbi_cuda_waiting waiting; /* the same; never beside these */
 
     uint32_t *arrivals; /* device, [NBI_CUDA_ARRIVALS]: blocks of a group that are done; zero
@@ -125,6 +126,8 @@ nb_status nbi_cuda_weight_prepare(nbi_backend *b, nbi_weight **out, const nbi_ma
 void nbi_cuda_weight_release(nbi_backend *b, nbi_weight **w);
 void nbi_cuda_linear(nbi_backend *b, const nbi_linear_args *a);
 void nbi_cuda_route_now(nbi_backend *b, const nbi_route_args *a);
+void nbi_cuda_swiglu_later(nbi_backend *b, const nbi_swiglu_args *a);
+void nbi_cuda_add_now(nbi_backend *b, const nbi_add_args *a);
 void nbi_cuda_rmsnorm_later(nbi_backend *b, const nbi_rmsnorm_args *a);
 /* elementwise.cu */
 void nbi_cuda_embed(nbi_backend *b, const nbi_embed_args *a);

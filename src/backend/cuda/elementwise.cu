@@ -177,7 +177,7 @@ static __global__ void swiglu_kernel(float *out, const float *gate, const float 
     const uint32_t i = (blockIdx.y * THREADS + threadIdx.x) * VEC;
     nbi_f32x4 g = load4(gate + t * in_stride, i, width, vec);
     const nbi_f32x4 u = load4(up + t * in_stride, i, width, vec);
-    for (uint32_t k = 0; k < VEC; k++) g.v[k] = g.v[k] / (1.0f + expf(-g.v[k])) * u.v[k];
+    for (uint32_t k = 0; k < VEC; k++) g.v[k] = nbi_swiglu(g.v[k], u.v[k]);
     store4(out + t * out_stride, i, width, vec, g);
 }
 

@@ -33,18 +33,26 @@ static void run(nbi_cuda *c, const nbi_linear_args *a)
         nbi_linear_many(c, &call);
 }
 
+static void do_pending(nbi_cuda *c, const nbi_add_args *add)
+{
+    const uint32_t n = c->n_pending;
+    const bool norm = c->norm_pending, router = c->router_pending, swiglu = c->swiglu_pending;
+    c->n_pending = 0;
+    c->norm_pending = c->router_pending = c->swiglu_pending = false;
+    const nbi_stream_around around = {norm ? &c->norm : NULL, swiglu ? &c->swiglu : NULL, add};
+    if (n)
+        nbi_cuda_stream_linear(c, c->pending, n, &around);
+    else if (norm)
+        nbi_cuda_rmsnorm(&c->base, &c->norm);
+    else if (swiglu)
+        nbi_cuda_swiglu(&c->base, &c->swiglu);
+    if (router) run(c, &c->router);
+}
+
 void nbi_cuda_flush(nbi_cuda *c)
 {
     nbi_cuda_append_now(c);
-    const uint32_t n = c->n_pending;
-    const bool norm = c->norm_pending, router = c->router_pending;
-    c->n_pending = 0;
-    c->norm_pending = c->router_pending = false;
-    if (n)
-        nbi_cuda_stream_linear(c, c->pending, n, norm ? &c->norm : NULL);
-    else if (norm)
-        nbi_cuda_rmsnorm(&c->base, &c->norm);
-    if (router) run(c, &c->router);
+    do_pending(c, NULL);
 }
 
 /* Behind a norm and its router's product: all three at once. */
@@ -73,6 +81,32 @@ void nbi_cuda_rmsnorm_later(nbi_backend *b, const nbi_rmsnorm_args *a)
     c->norm_pending = true;
 }
 
+/* silu(gate) * up waits for the product of it. */
+void nbi_cuda_swiglu_later(nbi_backend *b, const nbi_swiglu_args *a)
+{
+    nbi_cuda *c = nbi_cuda_of(b);
+    nbi_cuda_flush(c);
+    if (!nbi_cuda_swiglu_waits(c, a)) {
+        nbi_cuda_swiglu(b, a);
+        return;
+    }
+    c->swiglu = *a;
+    c->swiglu_pending = true;
+}
+
+/* Behind a product of which nothing else is wanted: together. */
+void nbi_cuda_add_now(nbi_backend *b, const nbi_add_args *a)
+{
+    nbi_cuda *c = nbi_cuda_of(b);
+    if (c->n_pending == 1 && !c->norm_pending &&
+        nbi_cuda_add_behind(&c->pending[0], c->swiglu_pending ? &c->swiglu : NULL, a)) {
+        do_pending(c, a);
+        return;
+    }
+    nbi_cuda_flush(c);
+    nbi_cuda_add(b, a);
+}
+
 /* Layers of the same x (q, k and v; gate and up) come one after the other: they wait for the next
  * call that is something else, and become one launch. */
 void nbi_cuda_linear(nbi_backend *b, const nbi_linear_args *a)
@@ -80,7 +114,8 @@ void nbi_cuda_linear(nbi_backend *b, const nbi_linear_args *a)
     nbi_cuda *c = nbi_cuda_of(b);
     if (c->waiting.what != NBI_CUDA_WAITS_NOT) nbi_cuda_flush(c);
     if (!a->n_rows || !nbi_cuda_packed_of(a->w)->rows) return;
-    const bool apart = c->norm_pending && !nbi_cuda_norm_before(&c->norm, a);
+    const bool apart = (c->norm_pending && !nbi_cuda_norm_before(&c->norm, a)) ||
+                       (c->swiglu_pending && !nbi_cuda_swiglu_before(&c->swiglu, a));
     if (c->norm_pending && !apart && !c->router_pending && !c->n_pending &&
         nbi_cuda_router_waits(c, &c->norm, a)) {
         c->router = *a;

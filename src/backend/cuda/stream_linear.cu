@@ -1,6 +1,8 @@
 /* Linear layers of few tokens: one launch for all matrices that multiply the same x. */
 #include "backend/cuda/stream_linear.h"
 
+#include <type_traits>
+
 #include "backend/cuda/norm.h"
 #include "backend/cuda/pack.h"
 #include "backend/cuda/stream.h"
@@ -13,6 +15,7 @@ struct job {
     float *y;
     const float *bias;
     uint32_t y_stride;
+    bool add; /* y += */
 };
 
 /* WORK of stream.h. */
@@ -72,7 +75,9 @@ struct linear_work {
             const uint32_t row = rt * NBI_TILE_ROWS + g + i / 2 * 8, t = token + i % 2;
             if (row >= j.m.rows || t >= n_tokens) continue;
             const float bias = j.bias ? j.bias[row] : 0.0f;
-            j.y[(size_t)t * j.y_stride + row] = fmaf(r.y[i], r.scale[i / 2], bias);
+            const float v = fmaf(r.y[i], r.scale[i / 2], bias);
+            float *y = j.y + (size_t)t * j.y_stride + row;
+            *y = j.add ? *y + v : v;
         }
     }
 };
@@ -153,6 +158,36 @@ struct norm_work : linear_work {
     }
 };
 
+/* x is silu(gate) * up, which is not left in memory. */
+struct swiglu_work : linear_work {
+    const float *gate, *up;
+    uint32_t stride;
+
+    template <nbi_weight_kind KIND>
+    NBI_DEV void take(const nbi_stream_plan &plan, const nbi_stream_shared &s, uint32_t warp) const
+    {
+        constexpr uint32_t LOADS = nbi_chunk_tiles(KIND) / 2;
+        nbi_wait_before();
+#pragma unroll 2
+        for (uint32_t i = warp; i < n_chunks * plan.pad_tokens; i += plan.warps) {
+            const uint32_t token = i / n_chunks, unit = i % n_chunks;
+            const uint32_t end = token < n_tokens ? cols : 0;
+            const size_t row = (size_t)(token < n_tokens ? token : 0) * stride;
+            nbi_f32x4 g[LOADS], u[LOADS];
+#pragma unroll
+            for (uint32_t k = 0; k < LOADS; k++) {
+                const uint32_t c = (unit * LOADS + k) * 128 + 4 * (uint32_t)nbi_lane();
+                g[k] = nbi_x_load(gate + row, c, end, true);
+                u[k] = nbi_x_load(up + row, c, end, true);
+            }
+#pragma unroll
+            for (uint32_t k = 0; k < 4 * LOADS; k++)
+                g[k / 4].v[k % 4] = nbi_swiglu(g[k / 4].v[k % 4], u[k / 4].v[k % 4]);
+            nbi_stream_put<KIND>(plan, s, unit, token, g);
+        }
+    }
+};
+
 /* Two blocks of a multiprocessor: the next kernel's ring fills while this one ends. */
 template <nbi_weight_kind KIND, uint32_t NT, class WORK>
 static __global__ void __launch_bounds__((NBI_STREAM_WARPS + 1) * 32, NT == 1 ? 2 : 1)
@@ -201,6 +236,11 @@ static size_t row_bytes(uint32_t n_rows, uint32_t width, uint32_t stride)
     return (static_cast<size_t>(n_rows - 1) * stride + width) * sizeof(float);
 }
 
+static size_t y_bytes(const nbi_linear_args *a)
+{
+    return row_bytes(a->n_rows, a->w->host.rows, a->y_stride);
+}
+
 bool nbi_cuda_norm_waits(const nbi_cuda *c, const nbi_rmsnorm_args *a)
 {
     if (c->rt.sm < 90 || !a->out || !a->n_rows || a->n_rows > 8) return false;
@@ -217,41 +257,79 @@ bool nbi_cuda_norm_before(const nbi_rmsnorm_args *norm, const nbi_linear_args *a
     if (a->x != norm->out || a->x_stride != norm->out_stride || a->n_rows != norm->n_rows ||
         a->w->host.cols != norm->width)
         return false;
-    const size_t y = row_bytes(a->n_rows, a->w->host.rows, a->y_stride);
-    const size_t x = row_bytes(norm->n_rows, norm->width, norm->x_stride);
+    const size_t y = y_bytes(a), x = row_bytes(norm->n_rows, norm->width, norm->x_stride);
     return !overlap(a->y, y, norm->x, x) &&
            !(norm->delta &&
              (overlap(a->y, y, norm->x_out, x) ||
               overlap(a->y, y, norm->delta, row_bytes(norm->n_rows, norm->width, norm->width))));
 }
 
-template <nbi_weight_kind KIND>
-static void launch(nbi_cuda *c, const norm_work &w, bool norm, const nbi_stream_plan &plan)
+bool nbi_cuda_swiglu_waits(const nbi_cuda *c, const nbi_swiglu_args *a)
+{
+    return c->rt.sm >= 90 && a->once && a->n_rows && a->n_rows <= 8 &&
+           nbi_x_fast(a->gate, a->in_stride, a->width) && nbi_x_fast(a->up, a->in_stride, a->width);
+}
+
+bool nbi_cuda_swiglu_before(const nbi_swiglu_args *swiglu, const nbi_linear_args *a)
+{
+    const size_t in = row_bytes(swiglu->n_rows, swiglu->width, swiglu->in_stride);
+    return a->x == swiglu->out && a->x_stride == swiglu->out_stride &&
+           a->n_rows == swiglu->n_rows && a->w->host.cols == swiglu->width &&
+           !overlap(a->y, y_bytes(a), swiglu->gate, in) &&
+           !overlap(a->y, y_bytes(a), swiglu->up, in);
+}
+
+bool nbi_cuda_add_behind(const nbi_linear_args *a, const nbi_swiglu_args *swiglu,
+                         const nbi_add_args *add)
+{
+    const size_t n = (size_t)a->n_rows * a->y_stride, bytes = n * sizeof(float);
+    if (!add->once || add->y != a->y || add->n != n || a->y_stride != a->w->host.rows) return false;
+    if (overlap(add->x, bytes, a->y, bytes)) return false;
+    if (!swiglu)
+        return !overlap(add->x, bytes, a->x, row_bytes(a->n_rows, a->w->host.cols, a->x_stride));
+    const size_t in = row_bytes(swiglu->n_rows, swiglu->width, swiglu->in_stride);
+    return !overlap(add->x, bytes, swiglu->gate, in) && !overlap(add->x, bytes, swiglu->up, in);
+}
+
+template <nbi_weight_kind KIND, class WORK>
+static void launch(nbi_cuda *c, const WORK &w, const nbi_stream_plan &plan)
 {
     const dim3 grid = nbi_stream_grid((uint32_t)c->rt.n_sms, w.n_tiles);
     const dim3 block = nbi_stream_threads(plan);
-    const linear_work &plain = w;
-    if (norm)
-        nbi_launch(&c->rt, grid, block, plan.shared, stream_linear_kernel<KIND, 1, norm_work>, w,
-                   plan);
-    else if (plan.pad_tokens > 8)
-        nbi_launch(&c->rt, grid, block, plan.shared, stream_linear_kernel<KIND, 2, linear_work>,
-                   plain, plan);
-    else
-        nbi_launch(&c->rt, grid, block, plan.shared, stream_linear_kernel<KIND, 1, linear_work>,
-                   plain, plan);
+    if constexpr (std::is_same_v<WORK, linear_work>) {
+        if (plan.pad_tokens > 8)
+            return nbi_launch(&c->rt, grid, block, plan.shared, stream_linear_kernel<KIND, 2, WORK>,
+                              w, plan);
+    }
+    nbi_launch(&c->rt, grid, block, plan.shared, stream_linear_kernel<KIND, 1, WORK>, w, plan);
+}
+
+template <class WORK>
+static void launch_kind(nbi_cuda *c, const WORK &w, const nbi_stream_plan &plan)
+{
+    switch (w.jobs[0].m.kind) {
+    case NBI_WEIGHT_NVFP4: return launch<NBI_WEIGHT_NVFP4>(c, w, plan);
+    case NBI_WEIGHT_BF16: return launch<NBI_WEIGHT_BF16>(c, w, plan);
+    case NBI_WEIGHT_F16: return launch<NBI_WEIGHT_F16>(c, w, plan);
+    case NBI_WEIGHT_FP8_BLOCK: return launch<NBI_WEIGHT_FP8_BLOCK>(c, w, plan);
+    default: return launch<NBI_WEIGHT_FP8_TENSOR>(c, w, plan);
+    }
 }
 
 void nbi_cuda_stream_linear(nbi_cuda *c, const nbi_linear_args *calls, uint32_t n,
-                            const nbi_rmsnorm_args *norm)
+                            const nbi_stream_around *around)
 {
     const nbi_linear_args *a = &calls[0];
     const nbi_cuda_packed *p = nbi_cuda_packed_of(a->w);
-    norm_work w = {};
+    linear_work w = {};
     for (uint32_t i = 0; i < n; i++) {
         w.jobs[i] = {*nbi_cuda_packed_of(calls[i].w), static_cast<float *>(calls[i].y),
-                     calls[i].bias, calls[i].y_stride};
+                     calls[i].bias, calls[i].y_stride, false};
         w.n_tiles += w.jobs[i].m.n_rt;
+    }
+    if (around->add) {
+        w.jobs[n - 1].y = static_cast<float *>(around->add->x);
+        w.jobs[n - 1].add = true;
     }
     w.base = static_cast<const float *>(a->x);
     w.x_stride = a->x_stride;
@@ -261,13 +339,17 @@ void nbi_cuda_stream_linear(nbi_cuda *c, const nbi_linear_args *calls, uint32_t 
     w.cols = p->cols;
     w.n_tokens = a->n_rows;
     w.x_fast = nbi_x_fast(a->x, a->x_stride, p->cols);
-    if (norm) w.norm = nbi_norm_of(norm);
     const nbi_stream_plan plan = plan_for(c, a);
-    switch (p->kind) {
-    case NBI_WEIGHT_NVFP4: launch<NBI_WEIGHT_NVFP4>(c, w, norm, plan); break;
-    case NBI_WEIGHT_BF16: launch<NBI_WEIGHT_BF16>(c, w, norm, plan); break;
-    case NBI_WEIGHT_F16: launch<NBI_WEIGHT_F16>(c, w, norm, plan); break;
-    case NBI_WEIGHT_FP8_BLOCK: launch<NBI_WEIGHT_FP8_BLOCK>(c, w, norm, plan); break;
-    default: launch<NBI_WEIGHT_FP8_TENSOR>(c, w, norm, plan); break;
+    if (around->norm) {
+        const norm_work k = {{w}, nbi_norm_of(around->norm)};
+        launch_kind(c, k, plan);
+    } else if (around->swiglu) {
+        const swiglu_work k = {{w},
+                               static_cast<const float *>(around->swiglu->gate),
+                               static_cast<const float *>(around->swiglu->up),
+                               around->swiglu->in_stride};
+        launch_kind(c, k, plan);
+    } else {
+        launch_kind(c, w, plan);
     }
 }

@@ -314,7 +314,12 @@ NBI_DEV nbi_f32x4 nbi_x_load(const float *row, uint32_t at, uint32_t n, bool fas
     return x;
 }
 
-/* The same, written. */
+NBI_DEV float nbi_swiglu(float gate, float up)
+{
+    return gate / (1.0f + expf(-gate)) * up;
+}
+
+/* nbi_x_load(), written. */
 NBI_DEV void nbi_x_store(float *row, uint32_t at, uint32_t n, bool fast, const nbi_f32x4 &x)
 {
     if (fast) {
