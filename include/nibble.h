@@ -123,8 +123,10 @@ typedef struct nb_engine_options {
         *speculative_algorithm; /* "none" (default), "mtp": draft with the checkpoint's MTP layer */
     uint32_t speculative_num_steps; /* drafts per step at most, 1 to 8; 0: 3 */
     bool disable_cuda_graph;        /* launch every operator of every step by itself */
-    bool disable_prefix_cache;      /* do not keep pages for requests that begin alike */
-    nb_progress progress;           /* optional */
+    bool
+        check_kernels; /* compare kernels with sums in double first; NB_NUMERIC when one is wrong */
+    bool disable_prefix_cache; /* do not keep pages for requests that begin alike */
+    nb_progress progress;      /* optional */
     void *progress_user;
 } nb_engine_options;
 

@@ -89,6 +89,7 @@ void nbi_cli_show_progress(void *user, uint64_t done, uint64_t total);
 int nbi_cmd_bench(int argc, char **argv);
 int nbi_cmd_bench_serve(int argc, char **argv); /* of nbi_cmd_bench() */
 int nbi_cmd_chat(int argc, char **argv);
+int nbi_cmd_check(int argc, char **argv);
 int nbi_cmd_inspect(int argc, char **argv);
 int nbi_cmd_quantize(int argc, char **argv);
 int nbi_cmd_roofline(int argc, char **argv);

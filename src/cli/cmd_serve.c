@@ -49,6 +49,7 @@ typedef struct serving {
     nbi_server_options options;
     nbi_server *server;
     uint32_t drain_seconds;
+    bool skip_check;
     nb_engine *engine; /* the loader's until `loaded` */
     pthread_t main_thread, loader;
     bool loaded; /* written by the loader before it sends SIGUSR1 */
@@ -63,6 +64,7 @@ static nb_status load(serving *s)
     nbi_server_prepare(s->server, s->model.engine.model_dir);
     s->model.engine.progress = nbi_server_progress;
     s->model.engine.progress_user = s->server;
+    s->model.engine.check_kernels = !s->skip_check;
     NB_TRY(nb_engine_open(&s->engine, &s->model.engine, &s->err));
     NB_TRY(nb_engine_start(s->engine, &s->err));
     return nbi_server_ready(s->server, s->engine, &s->err);
@@ -242,6 +244,8 @@ int nbi_cmd_serve(int argc, char **argv)
          false},
         {"drain-timeout", NBI_OPT_U32, &s.drain_seconds, "SECONDS",
          "time for running requests to finish after SIGTERM or SIGINT (default 25)", false},
+        {"skip-check", NBI_OPT_FLAG, &s.skip_check, NULL,
+         "do not compare the device's kernels with sums in double before serving", false},
         {"access-log", NBI_OPT_STRING, &s.options.access_log, "FILE",
          "a JSON line per HTTP request; - is standard output. SIGHUP opens it anew", false},
         {"request-log", NBI_OPT_STRING, &s.options.request_log, "FILE",

@@ -9,6 +9,7 @@
 #include "base/clock.h"
 #include "base/file.h"
 #include "base/log.h"
+#include "model/gate.h"
 
 void nb_engine_options_default(nb_engine_options *o)
 {
@@ -191,6 +192,21 @@ static nb_status open_tokenizer(nb_engine *e, nb_error *err)
     return NB_OK;
 }
 
+/* The short form of `nibble check`: what is wrong is not served. */
+static nb_status check_kernels(nb_engine *e, nbi_dtype kv_dtype, nb_error *err)
+{
+    const uint64_t begin = nbi_now_ns();
+    NB_TRY(nbi_gate_run(e->model,
+                        &(nbi_gate_options){.brief = true,
+                                            .kv_dtype = kv_dtype,
+                                            .max_seqs = e->max_running,
+                                            .max_context = e->max_context},
+                        err));
+    nbi_log(NB_LOG_INFO, "check: linear layers, attention and experts are right on %s (%.0f ms)",
+            e->backend->description, 1e-6 * (double)(nbi_now_ns() - begin));
+    return NB_OK;
+}
+
 static nb_status open_parts(nb_engine *e, const nb_engine_options *o, nb_error *err)
 {
     nbi_dtype kv_dtype;
@@ -198,7 +214,8 @@ static nb_status open_parts(nb_engine *e, const nb_engine_options *o, nb_error *
     NB_TRY(open_backend(e, &kv_dtype, err));
     NB_TRY(open_model(e, err));
     NB_TRY(open_tokenizer(e, err));
-    return nbi_engine_reserve(e, kv_dtype, err);
+    NB_TRY(nbi_engine_reserve(e, kv_dtype, err));
+    return e->options.check_kernels ? check_kernels(e, kv_dtype, err) : NB_OK;
 }
 
 nb_status nb_engine_open(nb_engine **out, const nb_engine_options *o, nb_error *err)

@@ -1,0 +1,416 @@
+/* MoE runners on the experts of one layer.
+ *
+ * Every row is a sum of two base vectors and uses some of a few experts, so that gate and up of
+ * those experts are multiplied twice each and no more, whatever the number of rows; of the down
+ * products some columns are computed. Rows alone must have the bits that they have together. */
+#include <math.h>
+#include <stdio.h>
+#include <string.h>
+
+#include "base/clock.h"
+#include "model/gate_parts.h"
+#include "moe/runners.h"
+
+#define BASES      2u
+#define ROWS_FULL  33u
+#define ROWS_BRIEF 17u
+#define ROWS_SLOW  3u /* of the reference runner */
+#define COLS_FULL  128u
+#define COLS_BRIEF 32u
+#define PIECE      32u /* rows of gate and up that a thread takes */
+#define TIME_ROWS  64u
+#define TIME_CALLS 8u
+#define SLOW_CALL  0.05 /* seconds: more rows are not timed */
+
+typedef struct moe_case {
+    nbi_gate *g;
+    const nbi_moe_experts *e;
+    uint32_t T, used, n_cols;
+    uint32_t *experts; /* [used] */
+    uint32_t *cols;    /* [n_cols] */
+    float *base;       /* [BASES][hidden] as the products see them */
+    float (*mix)[BASES];
+    double *products; /* [used][BASES][gate, up][inter] */
+    float *h;         /* [T][top_k][inter] */
+    double *want;     /* [T][n_cols] */
+    uint32_t *slot;   /* [T][top_k] place in `experts` */
+    nbi_gate_buffer x, ids, weights, out;
+    void *block;
+    bool no_memory;
+} moe_case;
+
+static uint32_t min_u32(uint32_t a, uint32_t b)
+{
+    return a < b ? a : b;
+}
+
+static nb_status open_case(moe_case *c, nb_error *err)
+{
+    const nbi_moe_shape *s = &c->e->shape;
+    nbi_plan plan = {0};
+    const struct {
+        void *at; /* address of a pointer in *c */
+        size_t bytes;
+    } parts[] = {{&c->experts, c->used * sizeof *c->experts},
+                 {&c->cols, c->n_cols * sizeof *c->cols},
+                 {&c->base, (size_t)BASES * s->hidden * sizeof *c->base},
+                 {&c->mix, c->T * sizeof *c->mix},
+                 {&c->products, (size_t)c->used * BASES * 2 * s->inter * sizeof *c->products},
+                 {&c->h, (size_t)c->T * s->top_k * s->inter * sizeof *c->h},
+                 {&c->want, (size_t)c->T * c->n_cols * sizeof *c->want},
+                 {&c->slot, (size_t)c->T * s->top_k * sizeof *c->slot}};
+    for (size_t i = 0; i < sizeof parts / sizeof *parts; i++) nbi_plan_add(&plan, parts[i].bytes);
+    c->block = nbi_calloc(1, plan.bytes);
+    if (!c->block) return nbi_fail(err, NB_NO_MEMORY, "check: out of memory");
+    plan.bytes = 0;
+    for (size_t i = 0; i < sizeof parts / sizeof *parts; i++)
+        *(void **)parts[i].at = (char *)c->block + nbi_plan_add(&plan, parts[i].bytes);
+    const size_t rows = (size_t)c->T * s->hidden * sizeof(float), k = (size_t)c->T * s->top_k;
+    NB_TRY(nbi_gate_buffer_open(c->g, &c->x, rows, err));
+    NB_TRY(nbi_gate_buffer_open(c->g, &c->out, rows, err));
+    NB_TRY(nbi_gate_buffer_open(c->g, &c->ids, k * sizeof(int32_t), err));
+    return nbi_gate_buffer_open(c->g, &c->weights, k * sizeof(float), err);
+}
+
+static void close_case(moe_case *c)
+{
+    nbi_gate_buffer_close(c->g, &c->x);
+    nbi_gate_buffer_close(c->g, &c->out);
+    nbi_gate_buffer_close(c->g, &c->ids);
+    nbi_gate_buffer_close(c->g, &c->weights);
+    nbi_free(c->block);
+}
+
+/* The first row has all its experts, later ones miss one in eight. Experts of a row are distinct.
+ */
+static void make_rows(moe_case *c)
+{
+    const nbi_moe_shape *s = &c->e->shape;
+    float *x = c->x.host, *weights = c->weights.host;
+    int32_t *ids = c->ids.host;
+    nbi_gate_fill(c->g, c->base, (size_t)BASES * s->hidden);
+    for (uint32_t i = 0; i < c->used; i++) /* first and last among them */
+        c->experts[i] =
+            c->used > 1 ? (uint32_t)((uint64_t)i * (s->n_experts - 1) / (c->used - 1)) : 0;
+    for (uint32_t i = 0; i < c->n_cols; i++)
+        c->cols[i] =
+            (uint32_t)((uint64_t)i * (s->hidden - 1) / (c->n_cols > 1 ? c->n_cols - 1 : 1));
+    for (uint32_t t = 0; t < c->T; t++) {
+        const uint32_t one = t % BASES;
+        for (uint32_t b = 0; b < BASES; b++)
+            c->mix[t][b] = s->w4a4 ? (float)(b == one) : nbi_gate_normal(c->g);
+        for (uint32_t j = 0; j < s->hidden; j++)
+            x[(size_t)t * s->hidden + j] =
+                c->mix[t][0] * c->base[j] + c->mix[t][1] * c->base[s->hidden + j];
+        const uint32_t first = nbi_gate_below(c->g, c->used);
+        for (uint32_t i = 0; i < s->top_k; i++) {
+            const uint32_t at = t * s->top_k + i;
+            const bool none = t && nbi_gate_below(c->g, 8) == 0;
+            c->slot[at] = (first + i) % c->used;
+            ids[at] = none ? -1 : (int32_t)c->experts[c->slot[at]];
+            weights[at] = 0.1f + 0.1f * (float)nbi_gate_below(c->g, 10);
+        }
+    }
+}
+
+/* ---------------------------------------------------------------- sums in double */
+
+static void product_task(void *arg, uint32_t begin, uint32_t end, uint32_t thread)
+{
+    moe_case *c = arg;
+    const nbi_moe_shape *s = &c->e->shape;
+    const uint32_t pieces = (s->inter + PIECE - 1) / PIECE;
+    (void)thread;
+    float *row = nbi_malloc((1 + BASES) * (size_t)s->hidden * sizeof *row);
+    if (!row) {
+        c->no_memory = true;
+        return;
+    }
+    float *x = row + s->hidden;
+    for (uint32_t item = begin; item < end; item++) {
+        const uint32_t u = item / pieces, r0 = item % pieces * PIECE, e = c->experts[u];
+        const nbi_matrix *parts[2] = {&c->e->gate[e], &c->e->up[e]};
+        const float scale = nbi_moe_gate_up_scale(s, parts[0], parts[1]);
+        memcpy(x, c->base, BASES * (size_t)s->hidden * sizeof *x);
+        for (uint32_t b = 0; b < BASES && scale > 0; b++)
+            nbi_nvfp4_round_row(c->base + (size_t)b * s->hidden, s->hidden, scale,
+                                x + (size_t)b * s->hidden);
+        for (uint32_t p = 0; p < 2; p++)
+            for (uint32_t r = r0; r < s->inter && r < r0 + PIECE; r++) {
+                nbi_matrix_row(parts[p], r, row);
+                for (uint32_t b = 0; b < BASES; b++)
+                    c->products[((u * BASES + b) * 2 + p) * (size_t)s->inter + r] =
+                        nbi_gate_dot(x + (size_t)b * s->hidden, row, s->hidden);
+            }
+    }
+    nbi_free(row);
+}
+
+static void activate_task(void *arg, uint32_t begin, uint32_t end, uint32_t thread)
+{
+    moe_case *c = arg;
+    const nbi_moe_shape *s = &c->e->shape;
+    (void)thread;
+    for (uint32_t at = begin; at < end; at++) {
+        const uint32_t t = at / s->top_k, u = c->slot[at];
+        const double *p = c->products + (size_t)u * BASES * 2 * s->inter;
+        float *h = c->h + (size_t)at * s->inter;
+        for (uint32_t j = 0; j < s->inter; j++) {
+            double gate = 0, up = 0;
+            for (uint32_t b = 0; b < BASES; b++) {
+                gate += (double)c->mix[t][b] * p[(size_t)b * 2 * s->inter + j];
+                up += (double)c->mix[t][b] * p[((size_t)b * 2 + 1) * s->inter + j];
+            }
+            h[j] = (float)(gate / (1 + exp(-gate)) * up);
+        }
+        const float scale = nbi_moe_down_scale(s, &c->e->down[c->experts[u]]);
+        if (scale > 0) nbi_nvfp4_round_row(h, s->inter, scale, h);
+    }
+}
+
+static void down_task(void *arg, uint32_t begin, uint32_t end, uint32_t thread)
+{
+    moe_case *c = arg;
+    const nbi_moe_shape *s = &c->e->shape;
+    const int32_t *ids = c->ids.host;
+    const float *weights = c->weights.host;
+    (void)thread;
+    float *row = nbi_malloc(s->inter * sizeof *row);
+    if (!row) {
+        c->no_memory = true;
+        return;
+    }
+    for (uint32_t i = begin; i < end; i++)
+        for (uint32_t u = 0; u < c->used; u++) {
+            nbi_matrix_row(&c->e->down[c->experts[u]], c->cols[i], row);
+            for (uint32_t at = 0; at < c->T * s->top_k; at++)
+                if (c->slot[at] == u && ids[at] >= 0)
+                    c->want[(size_t)(at / s->top_k) * c->n_cols + i] +=
+                        (double)weights[at] *
+                        nbi_gate_dot(c->h + (size_t)at * s->inter, row, s->inter);
+        }
+    nbi_free(row);
+}
+
+static nb_status make_case(moe_case *c, nbi_gate *g, const nbi_moe_experts *e, nb_error *err)
+{
+    const nbi_moe_shape *s = &e->shape;
+    const bool brief = g->opt->brief;
+    *c = (moe_case){.g = g, .e = e};
+    c->T = brief ? ROWS_BRIEF : ROWS_FULL;
+    c->used = min_u32(s->n_experts, s->top_k + (brief ? 0 : 2));
+    c->n_cols = min_u32(s->hidden, brief ? COLS_BRIEF : COLS_FULL);
+    NB_TRY(open_case(c, err));
+    make_rows(c);
+    const uint32_t pieces = (s->inter + PIECE - 1) / PIECE;
+    const uint64_t slots = (uint64_t)c->T * s->top_k;
+    nbi_gate_each(g, product_task, c, c->used * pieces, 1,
+                  (uint64_t)c->used * 2 * BASES * s->inter * s->hidden);
+    nbi_gate_each(g, activate_task, c, (uint32_t)slots, 1, slots * s->inter * 20);
+    nbi_gate_each(g, down_task, c, c->n_cols, 4, slots * c->n_cols * s->inter);
+    if (c->no_memory) return nbi_fail(err, NB_NO_MEMORY, "check: out of memory");
+    nbi_gate_up(g, &c->x);
+    nbi_gate_up(g, &c->ids);
+    nbi_gate_up(g, &c->weights);
+    return NB_OK;
+}
+
+/* ---------------------------------------------------------------- one runner */
+
+static void call(moe_case *c, const nbi_moe_runner_ops *r, const nbi_moe_layer *layer,
+                 uint32_t first, uint32_t n, void *workspace)
+{
+    const nbi_moe_shape *s = &c->e->shape;
+    r->run(c->g->b, layer,
+           &(nbi_moe_args){.out = (float *)c->out.device + (size_t)first * s->hidden,
+                           .x = (const float *)c->x.device + (size_t)first * s->hidden,
+                           .ids = (const int32_t *)c->ids.device + (size_t)first * s->top_k,
+                           .weights = (const float *)c->weights.device + (size_t)first * s->top_k,
+                           .n_rows = n,
+                           .workspace = workspace});
+}
+
+/* The output is not what the call before left. */
+static void poison(moe_case *c)
+{
+    memset(c->out.host, 0xff, c->out.bytes);
+    nbi_gate_up(c->g, &c->out);
+}
+
+static double row_error(const moe_case *c, uint32_t t)
+{
+    const uint32_t hidden = c->e->shape.hidden;
+    const float *out = (const float *)c->out.host + (size_t)t * hidden;
+    float got[COLS_FULL];
+    for (uint32_t j = 0; j < hidden; j++)
+        if (!isfinite(out[j])) return INFINITY;
+    for (uint32_t i = 0; i < c->n_cols; i++) got[i] = out[c->cols[i]];
+    return nbi_gate_error(got, c->want + (size_t)t * c->n_cols, c->n_cols);
+}
+
+/* All rows together, then 1 and 2 alone. */
+static nb_status check_rows(moe_case *c, const nbi_moe_runner_ops *r, const nbi_moe_layer *layer,
+                            uint32_t T, void *workspace, nbi_gate_result *out, nb_error *err)
+{
+    const size_t row = c->e->shape.hidden * sizeof(float);
+    poison(c);
+    call(c, r, layer, 0, T, workspace);
+    nbi_gate_down(c->g, &c->out);
+    NB_TRY(c->g->b->ops->sync(c->g->b, err));
+    for (uint32_t t = 0; t < T; t++) out->error = fmax(out->error, row_error(c, t));
+    void *together = nbi_malloc(3 * row);
+    if (!together) return nbi_fail(err, NB_NO_MEMORY, "check: out of memory");
+    memcpy(together, c->out.host, 3 * row);
+    poison(c);
+    call(c, r, layer, 0, 1, workspace);
+    call(c, r, layer, 1, 2, workspace);
+    nbi_gate_down(c->g, &c->out);
+    const nb_status st = c->g->b->ops->sync(c->g->b, err);
+    for (uint32_t t = 0; t < 3; t++) out->error = fmax(out->error, row_error(c, t));
+    if (st == NB_OK && memcmp(together, c->out.host, 3 * row) != 0 && out->error <= out->bound)
+        snprintf(out->why, sizeof out->why, "a row alone has other bits than the same row among %u",
+                 T);
+    nbi_free(together);
+    return st;
+}
+
+static uint64_t expert_bytes(const nbi_moe_experts *e)
+{
+    return nbi_matrix_bytes(&e->gate[0]) + nbi_matrix_bytes(&e->up[0]) +
+           nbi_matrix_bytes(&e->down[0]);
+}
+
+/* Distinct experts per row, others in every call; returns the distinct experts of all calls. */
+static uint64_t spread_ids(moe_case *c, int32_t *ids, uint32_t rows)
+{
+    const nbi_moe_shape *s = &c->e->shape;
+    uint64_t distinct = 0;
+    for (uint32_t n = 0; n < TIME_CALLS; n++) {
+        bool seen[1024] = {false};
+        for (uint32_t t = 0; t < rows; t++) {
+            uint32_t id = nbi_gate_below(c->g, s->n_experts);
+            const uint32_t step = 1 + nbi_gate_below(c->g, s->n_experts / s->top_k);
+            for (uint32_t i = 0; i < s->top_k; i++, id = (id + step) % s->n_experts) {
+                *ids++ = (int32_t)id;
+                distinct += id < 1024 && !seen[id];
+                if (id < 1024) seen[id] = true;
+            }
+        }
+    }
+    return distinct;
+}
+
+static nb_status time_runner(moe_case *c, const nbi_moe_runner_ops *r, const nbi_moe_layer *layer,
+                             uint32_t rows, nbi_gate_result *out, nb_error *err)
+{
+    const nbi_moe_shape *s = &c->e->shape;
+    nbi_backend *b = c->g->b;
+    const size_t k = (size_t)rows * s->top_k, width = (size_t)rows * s->hidden;
+    nbi_gate_buffer x = {0}, ids = {0}, weights = {0}, y = {0}, ws = {0};
+    nb_status st;
+    NB_TRY_OR(st, nbi_gate_buffer_open(c->g, &x, width * sizeof(float), err), done);
+    NB_TRY_OR(st, nbi_gate_buffer_open(c->g, &y, width * sizeof(float), err), done);
+    NB_TRY_OR(st, nbi_gate_buffer_open(c->g, &ids, TIME_CALLS * k * sizeof(int32_t), err), done);
+    NB_TRY_OR(st, nbi_gate_buffer_open(c->g, &weights, k * sizeof(float), err), done);
+    NB_TRY_OR(st, nbi_gate_buffer_open(c->g, &ws, r->workspace_bytes(b, s, rows), err), done);
+    nbi_gate_fill(c->g, x.host, width);
+    for (size_t i = 0; i < k; i++) ((float *)weights.host)[i] = 0.125f;
+    const uint64_t distinct = spread_ids(c, ids.host, rows);
+    nbi_gate_up(c->g, &x);
+    nbi_gate_up(c->g, &ids);
+    nbi_gate_up(c->g, &weights);
+    uint64_t begin = 0;
+    for (uint32_t n = 0; n <= TIME_CALLS; n++) { /* the first one warms */
+        if (n == 1) NB_TRY_OR(st, b->ops->sync(b, err), done);
+        if (n == 1) begin = nbi_now_ns();
+        r->run(b, layer,
+               &(nbi_moe_args){.out = y.device,
+                               .x = x.device,
+                               .ids = (const int32_t *)ids.device + n % TIME_CALLS * k,
+                               .weights = weights.device,
+                               .n_rows = rows,
+                               .workspace = ws.device});
+    }
+    st = b->ops->sync(b, err);
+    out->seconds = 1e-9 * (double)(nbi_now_ns() - begin) / TIME_CALLS;
+    out->bytes = distinct * expert_bytes(c->e) / TIME_CALLS;
+    out->rows = rows;
+done:
+    nbi_gate_buffer_close(c->g, &x);
+    nbi_gate_buffer_close(c->g, &y);
+    nbi_gate_buffer_close(c->g, &ids);
+    nbi_gate_buffer_close(c->g, &weights);
+    nbi_gate_buffer_close(c->g, &ws);
+    return st;
+}
+
+static nb_status try_prepared(moe_case *c, const nbi_moe_runner_ops *r, const nbi_moe_layer *layer,
+                              nbi_gate_result *out, nb_error *err)
+{
+    const bool slow = strcmp(r->name, "reference") == 0;
+    const uint32_t T = slow ? ROWS_SLOW : c->T;
+    nbi_gate_buffer ws = {0};
+    NB_TRY(nbi_gate_buffer_open(c->g, &ws, r->workspace_bytes(c->g->b, &c->e->shape, T), err));
+    out->rows = T;
+    nb_status st = check_rows(c, r, layer, T, ws.device, out, err);
+    nbi_gate_buffer_close(c->g, &ws);
+    if (st != NB_OK || c->g->opt->brief) {
+        if (st == NB_OK) nbi_gate_say(c->g, out);
+        return st;
+    }
+    for (uint32_t rows = 1; st == NB_OK && rows <= (slow ? 1 : TIME_ROWS); rows *= 8) {
+        st = time_runner(c, r, layer, rows, out, err);
+        if (st == NB_OK) nbi_gate_say(c->g, out);
+        if (out->seconds > SLOW_CALL) break;
+    }
+    return st;
+}
+
+static nb_status try_runner(moe_case *c, const nbi_moe_runner_ops *r, nb_error *err)
+{
+    nbi_model *m = c->g->m;
+    const nbi_moe_shape *s = &c->e->shape;
+    nbi_gate_result out = {
+        .kind = "runner", .chosen = r == m->runner, .bound = nbi_gate_bound(s->w4a4)};
+    snprintf(out.path, sizeof out.path, "%s", r->name);
+    snprintf(out.where, sizeof out.where, "layer %u, %u experts of %u x %u, %s", c->e->layer,
+             s->n_experts, s->inter, s->hidden, nbi_weight_kind_name(s->kind_gate_up));
+    out.supported = r->supports(m->b, s, out.why, sizeof out.why);
+    if (!out.supported) {
+        nbi_gate_say(c->g, &out);
+        return NB_OK;
+    }
+    if (out.chosen) return try_prepared(c, r, m->layers[c->e->layer].moe.prepared, &out, err);
+    nbi_moe_layer *layer = NULL;
+    NB_TRY(r->prepare(m->b, &layer, c->e, err));
+    const nb_status st = try_prepared(c, r, layer, &out, err);
+    r->release(m->b, &layer);
+    return st;
+}
+
+static nb_status try_runners(moe_case *c, nb_error *err)
+{
+    nbi_model *m = c->g->m;
+    const char *name = c->g->opt->runner;
+    const nbi_moe_runner_ops *named = m->runner;
+    if (!name || strcmp(name, "all") != 0) {
+        if (name) NB_TRY(nbi_moe_runner_choose(&named, name, m->b, &c->e->shape, err));
+        return try_runner(c, named, err);
+    }
+    for (const nbi_moe_runner_ops *const *r = nbi_moe_runners(); *r; r++)
+        NB_TRY(try_runner(c, *r, err));
+    return NB_OK;
+}
+
+nb_status nbi_gate_moe(nbi_gate *g, nb_error *err)
+{
+    const nbi_moe_experts *e = NULL;
+    for (uint32_t l = 0; l < g->m->n_layers && !e; l++)
+        if (g->m->layers[l].sparse) e = &g->m->layers[l].moe.experts;
+    if (!e) return NB_OK;
+    moe_case c;
+    nb_status st = make_case(&c, g, e, err);
+    if (st == NB_OK) st = try_runners(&c, err);
+    close_case(&c);
+    return st;
+}
