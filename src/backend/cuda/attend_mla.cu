@@ -49,9 +49,11 @@ NBI_DEV void load_queries(const nbi_cuda_attend &a, const nbi_attend_group &g, u
     if (threadIdx.x < 16 * M)
         s->slot[threadIdx.x] = nbi_attend_slot_of(a, g, 0, slot0 + threadIdx.x);
     __syncthreads();
+#pragma unroll 2
     for (uint32_t i = threadIdx.x / NBI_WARP; i < 16 * M; i += WARPS) {
         const nbi_attend_slot &slot = s->slot[i];
         const float *q = a.q + slot.row * a.q_row + slot.head * a.q_head;
+#pragma unroll
         for (uint32_t c = 2 * nbi_lane(); c < WIDTH; c += 2 * NBI_WARP)
             nbi_halves(slot.n ? q[c] : 0, slot.n ? q[c + 1] : 0,
                        reinterpret_cast<uint32_t *>(&s->q_hi[i][c]),
@@ -89,11 +91,11 @@ NBI_DEV void score_tile(block_memory<M, STAGES> *s, const uint16_t (*k)[ROW])
     const int slot0 = M == 1 ? 0 : warp / 4 * 16, pos0 = M == 1 ? warp / 4 * 16 : 0;
     const int a_row = slot0 + (lane & 15), a_col = (lane >> 4) * 8;
     const int b_row = pos0 + (lane & 7) + (lane >> 4) * 8, b_col = (lane >> 3 & 1) * 8;
-    float d[2 * M][4];
+    float d[2 * M][4], e[2 * M][4]; /* of the queries' upper halves, and lower */
 #pragma unroll
     for (int i = 0; i < 2 * M; i++)
 #pragma unroll
-        for (int j = 0; j < 4; j++) d[i][j] = 0;
+        for (int j = 0; j < 4; j++) d[i][j] = e[i][j] = 0;
 #pragma unroll 3
     for (int c = quarter * (WIDTH / 4); c < (quarter + 1) * (WIDTH / 4); c += 16) {
         uint32_t hi[4], lo[4];
@@ -105,16 +107,16 @@ NBI_DEV void score_tile(block_memory<M, STAGES> *s, const uint16_t (*k)[ROW])
             nbi_ldmatrix(b, &k[b_row + 16 * i][c + b_col]);
             nbi_mma_bf16(d[2 * i], hi, b);
             nbi_mma_bf16(d[2 * i + 1], hi, b + 2);
-            nbi_mma_bf16(d[2 * i], lo, b);
-            nbi_mma_bf16(d[2 * i + 1], lo, b + 2);
+            nbi_mma_bf16(e[2 * i], lo, b);
+            nbi_mma_bf16(e[2 * i + 1], lo, b + 2);
         }
     }
     const int g = lane / 4, t = lane % 4;
 #pragma unroll
     for (int i = 0; i < 2 * M; i++) {
         float *to = &s->part[quarter][slot0 + g][pos0 + 8 * i + 2 * t];
-        *reinterpret_cast<nbi_f32x2 *>(to) = {{d[i][0], d[i][1]}};
-        *reinterpret_cast<nbi_f32x2 *>(to + 8 * P_ROW) = {{d[i][2], d[i][3]}};
+        *reinterpret_cast<nbi_f32x2 *>(to) = {{d[i][0] + e[i][0], d[i][1] + e[i][1]}};
+        *reinterpret_cast<nbi_f32x2 *>(to + 8 * P_ROW) = {{d[i][2] + e[i][2], d[i][3] + e[i][3]}};
     }
 }
 
@@ -355,7 +357,7 @@ NBI_DEV void begin_tiles(const nbi_cuda_attend &a, const nbi_attend_group &g,
 
 /* Whole splits of a group per block; WALK: all of them. */
 template <int M, int STAGES, bool WALK>
-static __global__ void __launch_bounds__(THREADS)
+static __global__ void __launch_bounds__(THREADS, 1)
     mla_kernel(nbi_cuda_attend a, uint32_t group_rows, uint32_t splits)
 {
     if (a.select) nbi_wait_before(); /* the batch is older than the kernel before, lists are not */

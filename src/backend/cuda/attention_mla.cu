@@ -336,10 +336,14 @@ NBI_DEV void load_halves(const float *x, size_t x_row, uint32_t n, uint32_t k, u
     }
 }
 
+/* A product's k-steps go to so many sums in turn: matrix units take 30 clocks until a sum can be
+ * added to. */
+#define SUMS 4
+
 /* d: values m0 + g, m0 + g + 8 of rows 8 j + 2t, + 1; out has `most` values per row. */
 template <int NT>
-NBI_DEV void store_products(const float d[NT][4], float *y, size_t y_row, uint32_t n, uint32_t m0,
-                            uint32_t most, float scale)
+NBI_DEV void store_products(const float d[SUMS][NT][4], float *y, size_t y_row, uint32_t n,
+                            uint32_t m0, uint32_t most, float scale)
 {
     const uint32_t g = nbi_lane() / 4, t = nbi_lane() % 4;
 #pragma unroll
@@ -347,7 +351,8 @@ NBI_DEV void store_products(const float d[NT][4], float *y, size_t y_row, uint32
 #pragma unroll
         for (uint32_t i = 0; i < 4; i++) {
             const uint32_t r = 8 * j + 2 * t + i % 2, m = m0 + g + i / 2 * 8;
-            if (r < n && m < most) y[r * y_row + m] = d[j][i] * scale;
+            const float sum = (d[0][j][i] + d[1][j][i]) + (d[2][j][i] + d[3][j][i]);
+            if (r < n && m < most) y[r * y_row + m] = sum * scale;
         }
 }
 
@@ -410,24 +415,28 @@ static __global__ void absorb_mma_kernel(mla_product a, mla_append append)
     load_halves<NT>(x, x_row, n, a.nope, hi, lo);
     nbi_copy_wait<0>();
     __syncthreads();
-    float d[NT][4] = {};
+    float d[SUMS][NT][4] = {};
     const uint32_t stride = a.nope + MMA_PAD;
     const uint16_t *w_at =
         w + ((lane & 7) + (lane >> 4) * 8) * ABSORB_ROW + own + (lane >> 3 & 1) * 8;
-    for (uint32_t k = 0; k < a.nope; k += 16) {
-        uint32_t f[4];
-        nbi_ldmatrix_trans(f, w_at + k * ABSORB_ROW);
+    for (uint32_t k0 = 0; k0 < a.nope; k0 += 16 * SUMS)
 #pragma unroll
-        for (uint32_t j = 0; j < NT; j++) {
-            const uint32_t at = (8 * j + lane / 4) * stride + k + lane % 4 * 2;
-            const uint32_t b_hi[2] = {*reinterpret_cast<uint32_t *>(hi + at),
-                                      *reinterpret_cast<uint32_t *>(hi + at + 8)};
-            const uint32_t b_lo[2] = {*reinterpret_cast<uint32_t *>(lo + at),
-                                      *reinterpret_cast<uint32_t *>(lo + at + 8)};
-            nbi_mma_bf16(d[j], f, b_hi);
-            nbi_mma_bf16(d[j], f, b_lo);
+        for (uint32_t i = 0; i < SUMS; i++) {
+            const uint32_t k = k0 + 16 * i;
+            if (k >= a.nope) break;
+            uint32_t f[4];
+            nbi_ldmatrix_trans(f, w_at + k * ABSORB_ROW);
+#pragma unroll
+            for (uint32_t j = 0; j < NT; j++) {
+                const uint32_t at = (8 * j + lane / 4) * stride + k + lane % 4 * 2;
+                const uint32_t b_hi[2] = {*reinterpret_cast<uint32_t *>(hi + at),
+                                          *reinterpret_cast<uint32_t *>(hi + at + 8)};
+                const uint32_t b_lo[2] = {*reinterpret_cast<uint32_t *>(lo + at),
+                                          *reinterpret_cast<uint32_t *>(lo + at + 8)};
+                nbi_mma_bf16(d[i][j], f, b_hi);
+                nbi_mma_bf16(d[i][j], f, b_lo);
+            }
         }
-    }
     store_products<NT>(d, y, y_row, n, col0 + own, a.lora, a.scale);
     if (col0 == 0) copy_rope<APPEND>(a, append, x, x_row, y, y_row, r0, n);
 }
@@ -473,7 +482,7 @@ template <int NT> static __global__ void expand_mma_kernel(mla_product a)
     load_halves<NT>(a.x + ((size_t)r0 * a.n_heads + h) * width, (size_t)a.n_heads * width, n,
                     a.lora, hi, lo);
     __syncthreads();
-    float d[NT][4] = {};
+    float d[SUMS][NT][4] = {};
     for (uint32_t col = 0; col < a.lora; col += 32 * EXPAND_PAIRS) {
         const expand_weights x = now;
         now = load_expand(w, a.lora, m0 + lane / 4, a.v, col + 32 * EXPAND_PAIRS);
@@ -489,8 +498,8 @@ template <int NT> static __global__ void expand_mma_kernel(mla_product a)
                 for (uint32_t i = 0; i < 4; i += 2) {
                     const uint32_t f[4] = {x.row[0][p].v[i], x.row[1][p].v[i], x.row[0][p].v[i + 1],
                                            x.row[1][p].v[i + 1]};
-                    nbi_mma_bf16(d[j], f, u.v + i);
-                    nbi_mma_bf16(d[j], f, v.v + i);
+                    nbi_mma_bf16(d[p % SUMS][j], f, u.v + i);
+                    nbi_mma_bf16(d[p % SUMS][j], f, v.v + i);
                 }
             }
         }
@@ -570,20 +579,24 @@ static __global__ void expand_few_kernel(mla_product a, nbi_cuda_attend s, uint3
     __syncthreads();
     const uint32_t own = threadIdx.x / NBI_WARP * 16;
     if (own >= EXPAND_OUTPUTS) return;
-    float d[1][4] = {};
-    for (uint32_t c = lane % 4 * 8; c < a.lora; c += 32) {
-        const uint16_t *at = w + (own + lane / 4) * stride + c;
-        const nbi_u32x4 w0 = *reinterpret_cast<const nbi_u32x4 *>(at);
-        const nbi_u32x4 w1 = *reinterpret_cast<const nbi_u32x4 *>(at + 8 * stride);
-        const nbi_u32x4 u = *reinterpret_cast<nbi_u32x4 *>(hi + lane / 4 * stride + c);
-        const nbi_u32x4 v = *reinterpret_cast<nbi_u32x4 *>(lo + lane / 4 * stride + c);
+    float d[SUMS][1][4] = {};
+    for (uint32_t c0 = 0; c0 < a.lora; c0 += 32 * SUMS)
 #pragma unroll
-        for (uint32_t i = 0; i < 4; i += 2) {
-            const uint32_t f[4] = {w0.v[i], w1.v[i], w0.v[i + 1], w1.v[i + 1]};
-            nbi_mma_bf16(d[0], f, u.v + i);
-            nbi_mma_bf16(d[0], f, v.v + i);
+        for (uint32_t p = 0; p < SUMS; p++) {
+            if (c0 + 32 * p >= a.lora) break;
+            const uint32_t c = c0 + 32 * p + lane % 4 * 8;
+            const uint16_t *at = w + (own + lane / 4) * stride + c;
+            const nbi_u32x4 w0 = *reinterpret_cast<const nbi_u32x4 *>(at);
+            const nbi_u32x4 w1 = *reinterpret_cast<const nbi_u32x4 *>(at + 8 * stride);
+            const nbi_u32x4 u = *reinterpret_cast<nbi_u32x4 *>(hi + lane / 4 * stride + c);
+            const nbi_u32x4 v = *reinterpret_cast<nbi_u32x4 *>(lo + lane / 4 * stride + c);
+#pragma unroll
+            for (uint32_t i = 0; i < 4; i += 2) {
+                const uint32_t f[4] = {w0.v[i], w1.v[i], w0.v[i + 1], w1.v[i + 1]};
+                nbi_mma_bf16(d[p][0], f, u.v + i);
+                nbi_mma_bf16(d[p][0], f, v.v + i);
+            }
         }
-    }
     store_products<1>(d, a.y + (size_t)h * a.v, (size_t)a.n_heads * a.v, n, block0 + own, a.v,
                       a.scale);
 }
