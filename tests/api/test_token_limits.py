@@ -4,7 +4,6 @@ import shutil
 import subprocess
 
 import pytest
-from conftest import SYNTH
 from test_errors import error_of
 from test_native import PROMPT, completion, generate
 
@@ -73,11 +72,15 @@ def test_allowed_refused(server, value, param):
     error_of(server.post("/generate", {"text": "x", "sampling_params": {"allowed_token_ids": value}}), param="sampling_params." + param)
 
 
+PADDED = """vocab_size=4160 hidden_size=64 intermediate_size=64 moe_intermediate_size=32 num_attention_heads=2 q_lora_rank=32
+kv_lora_rank=32 index_n_heads=2 index_topk=32 max_position_embeddings=512 pad_token_id=4060 eos_token_id=[4060,4067,4069]""".split()
+
+
 @pytest.fixture(scope="module")
 def padded(nibble_bin, serve, model_dir, tmp_path_factory):
     """A model whose head has rows that are no token of the tokenizer."""
     folder = tmp_path_factory.mktemp("padded") / "random"
-    sets = [word for item in SYNTH for word in ("--set", item.replace("vocab_size=4096", "vocab_size=4160"))]
+    sets = [word for item in PADDED for word in ("--set", item)]
     subprocess.run([nibble_bin, "synth", "--like", "glm-5.2", "--layers", "2", "--experts", "4", *sets, "--out", folder, "--tokenizer", model_dir],
                    check=True, capture_output=True)
     shutil.copy(model_dir / "chat_template.jinja", folder)
