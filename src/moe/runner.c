@@ -24,10 +24,13 @@ static bool no_cuda(const nbi_backend *b, const nbi_moe_shape *shape, char *why,
                                                    .supports = no_cuda}
 ABSENT(cuda, CUDA_SUMMARY);
 ABSENT(cuda_gemv, CUDA_GEMV_SUMMARY);
+ABSENT(cuda_stream, CUDA_STREAM_SUMMARY);
 ABSENT(cuda_grouped, CUDA_GROUPED_SUMMARY);
-#define CUDA_RUNNERS &absent_cuda, &absent_cuda_gemv, &absent_cuda_grouped
+#define CUDA_RUNNERS &absent_cuda, &absent_cuda_gemv, &absent_cuda_stream, &absent_cuda_grouped
 #else
-#define CUDA_RUNNERS &nbi_moe_runner_cuda, &nbi_moe_runner_cuda_gemv, &nbi_moe_runner_cuda_grouped
+#define CUDA_RUNNERS                                                              \
+    &nbi_moe_runner_cuda, &nbi_moe_runner_cuda_gemv, &nbi_moe_runner_cuda_stream, \
+        &nbi_moe_runner_cuda_grouped
 #endif
 
 static const nbi_moe_runner_ops *const runners[] = {&nbi_moe_runner_cpu, &nbi_moe_runner_reference,

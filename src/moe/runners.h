@@ -13,10 +13,14 @@ extern const nbi_moe_runner_ops nbi_moe_runner_cpu;       /* cpu/cpu.c */
 /* cuda/moe_runners.cu, in builds with CUDA */
 extern const nbi_moe_runner_ops nbi_moe_runner_cuda;
 extern const nbi_moe_runner_ops nbi_moe_runner_cuda_gemv;
+extern const nbi_moe_runner_ops nbi_moe_runner_cuda_stream;
 extern const nbi_moe_runner_ops nbi_moe_runner_cuda_grouped;
 
-#define NBI_MOE_CUDA_SUMMARY         "cuda_gemv for few rows, cuda_grouped for more: one prepared form"
-#define NBI_MOE_CUDA_GEMV_SUMMARY    "weights streamed once for up to 8 rows, two kernels per layer"
+#define NBI_MOE_CUDA_SUMMARY \
+    "cuda_stream up to 12 rows of an expert, else cuda_grouped: one prepared form"
+#define NBI_MOE_CUDA_GEMV_SUMMARY "weights streamed once for up to 8 rows, two kernels per layer"
+#define NBI_MOE_CUDA_STREAM_SUMMARY \
+    "weights of every chosen expert by bulk copies, once for all its rows"
 #define NBI_MOE_CUDA_GROUPED_SUMMARY "rows sorted by expert, grouped products on the matrix units"
 
 /* Checks what every runner needs: known kinds, equal shapes over the experts, columns that NVFP4

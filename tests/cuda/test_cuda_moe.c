@@ -14,7 +14,7 @@ static const nbi_limits limits = {.max_rows = 320,
                                   .max_linear_rows = 4096,
                                   .vocab = 1000};
 
-static const char *const runners[] = {"cuda_gemv", "cuda_grouped", "cuda"};
+static const char *const runners[] = {"cuda_gemv", "cuda_stream", "cuda_grouped", "cuda"};
 #define N_RUNNERS (sizeof runners / sizeof *runners)
 
 typedef struct prepared {
@@ -257,6 +257,11 @@ static void test_many_rows(void **state)
         prepared p = prepare(b, "cuda_grouped", &l);
         float *want = run(&p, k.x, k.ids, k.weights, N);
         const uint32_t width = cases[i].hidden;
+        prepared other = prepare(b, "cuda_stream", &l); /* many entries of a block */
+        float *same = run(&other, k.x, k.ids, k.weights, N);
+        moe_same_bits(same, want, (size_t)N * width, "many rows, cuda_stream");
+        free(same);
+        release(&other);
         for (uint32_t t = 0; t < N; t += 37 + op_below(20)) { /* rows alone take other kernels */
             const batch one = {k.x + (size_t)t * width, k.weights + 2 * t, k.ids + 2 * (size_t)t,
                                1};
@@ -360,6 +365,7 @@ static void test_names(void **state)
     } names[] = {{"auto", "cuda", NULL},
                  {"cuda", "cuda", NULL},
                  {"cuda_gemv", "cuda_gemv", NULL},
+                 {"cuda_stream", "cuda_stream", NULL},
                  {"cuda_grouped", "cuda_grouped", NULL},
                  {"flashinfer_cutlass", "cuda_grouped", NULL},
                  {"cutlass", "cuda_grouped", NULL},
@@ -547,17 +553,18 @@ static void bench_rows(bench *k, const bench_shape *s, uint32_t rows, double ban
 
 static void bench_one(nbi_backend *b, const bench_shape *s, double bandwidth)
 {
-    static const uint32_t rows[] = {1, 2, 4, 8, 16, 64, 512, 8192};
+    static const uint32_t rows[] = {1, 2, 4, 8, 16, 32, 64, 128, 512, 8192};
     bench_layer l;
     bench_make(&l, s);
-    for (int r = 0; r < 2; r++) { /* gemv where it is meant for, grouped everywhere */
+    static const uint32_t most[] = {16, 128, 8192}; /* rows that a runner is meant for */
+    for (int r = 0; r < 3; r++) {
         bench k = {.b = b, .shape = l.e.shape, .pass = (uint32_t)r * 100 + s->inter * 1000};
         nb_error err = {0};
         nbi_moe_runner_choose(&k.ops, runners[r], b, &k.shape, &err);
         for (int i = 0; i < 2; i++)
             if (k.ops->prepare(b, &k.layers[i], &l.e, &err) != NB_OK) fail_msg("%s", err.text);
         for (size_t i = 0; i < sizeof rows / sizeof *rows; i++)
-            if (rows[i] <= (r ? BENCH_ROWS : 16)) bench_rows(&k, s, rows[i], bandwidth);
+            if (rows[i] <= most[r] && rows[i] <= BENCH_ROWS) bench_rows(&k, s, rows[i], bandwidth);
         for (int i = 0; i < 2; i++) k.ops->release(b, &k.layers[i]);
     }
     free(l.views);

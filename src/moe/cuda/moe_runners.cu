@@ -1,6 +1,6 @@
 /* The tables of the CUDA runners. Callers: the registry.
  *
- * Both ways of running give a row the same bits, so `cuda` may change between them by the number of
+ * All ways of running give a row the same bits, so `cuda` may change between them by the number of
  * rows alone. */
 #include <stdio.h>
 
@@ -8,6 +8,9 @@
 
 /* Rows up to which streaming every chosen expert's weights once is the whole cost. */
 #define GEMV_ROWS 8u
+
+/* Pairs of an expert, on average, from which grouped products are ahead of streamed ones. */
+#define ROWS_PAIRS 12u
 
 static bool supports_gemv(const nbi_backend *b, const nbi_moe_shape *s, char *why, size_t n)
 {
@@ -30,11 +33,18 @@ static size_t grouped_workspace(const nbi_backend *b, const nbi_moe_shape *s, ui
     return nbi_moe_grouped_workspace(s, max_rows);
 }
 
+static size_t stream_workspace(const nbi_backend *b, const nbi_moe_shape *s, uint32_t max_rows)
+{
+    const size_t some = nbi_moe_rows_workspace(s, max_rows), gemv = gemv_workspace(b, s, max_rows);
+    return some > gemv ? some : gemv;
+}
+
 static size_t most_workspace(const nbi_backend *b, const nbi_moe_shape *s, uint32_t max_rows)
 {
     const size_t few = gemv_workspace(b, s, max_rows < GEMV_ROWS ? max_rows : GEMV_ROWS);
+    const size_t some = nbi_moe_rows_workspace(s, max_rows);
     const size_t many = grouped_workspace(b, s, max_rows);
-    return few > many ? few : many;
+    return few > many ? (few > some ? few : some) : many > some ? many : some;
 }
 
 static void run_gemv(nbi_backend *b, const nbi_moe_layer *l, const nbi_moe_args *a)
@@ -47,6 +57,14 @@ static void run_gemv(nbi_backend *b, const nbi_moe_layer *l, const nbi_moe_args 
         nbi_moe_gemv_run(c, l, a);
 }
 
+static void run_stream(nbi_backend *b, const nbi_moe_layer *l, const nbi_moe_args *a)
+{
+    nbi_cuda *c = nbi_cuda_of(b);
+    if (!nbi_moe_rows_fits(c, l, a->n_rows)) return run_gemv(b, l, a);
+    nbi_cuda_flush(c);
+    nbi_moe_rows_run(c, l, a);
+}
+
 static void run_grouped(nbi_backend *b, const nbi_moe_layer *l, const nbi_moe_args *a)
 {
     nbi_cuda_flush(nbi_cuda_of(b));
@@ -56,6 +74,8 @@ static void run_grouped(nbi_backend *b, const nbi_moe_layer *l, const nbi_moe_ar
 static void run_best(nbi_backend *b, const nbi_moe_layer *l, const nbi_moe_args *a)
 {
     nbi_cuda *c = nbi_cuda_of(b);
+    const bool some = a->n_rows * l->shape.top_k < ROWS_PAIRS * l->shape.n_experts;
+    if (some && nbi_moe_rows_fits(c, l, a->n_rows)) return run_stream(b, l, a);
     if (a->n_rows <= GEMV_ROWS && nbi_moe_gemv_fits(c, &l->shape))
         run_gemv(b, l, a);
     else
@@ -94,6 +114,19 @@ const nbi_moe_runner_ops nbi_moe_runner_cuda_gemv = {
     .release = nbi_moe_cuda_release,
     .workspace_bytes = gemv_workspace,
     .run = run_gemv,
+};
+
+const nbi_moe_runner_ops nbi_moe_runner_cuda_stream = {
+    .version = 1,
+    .size = sizeof(nbi_moe_runner_ops),
+    .name = "cuda_stream",
+    .aliases = NULL,
+    .summary = NBI_MOE_CUDA_STREAM_SUMMARY,
+    .supports = supports_gemv,
+    .prepare = nbi_moe_cuda_prepare,
+    .release = nbi_moe_cuda_release,
+    .workspace_bytes = stream_workspace,
+    .run = run_stream,
 };
 
 const nbi_moe_runner_ops nbi_moe_runner_cuda_grouped = {

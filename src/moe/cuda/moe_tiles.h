@@ -9,39 +9,57 @@
  * k-steps with one load of 16 bytes. */
 #define NBI_MOE_TILE_X_BYTES 128u
 
-/* One chunk of a row by one warp: 16 bytes per lane, written to dst (the chunk's first byte). n:
- * the row's columns, a multiple of 4; zeros behind. input_scale > 0: rounded to NVFP4 before.
- * Returns what the sums are multiplied by: 2^e, times the input scale. */
+/* One chunk of a row by one warp, in two steps: what was read, then what is written. */
+struct nbi_moe_x_part {
+    nbi_f32x4 even, odd;
+
+    /* n: the row's columns, a multiple of 4; zeros behind. */
+    template <nbi_weight_kind KIND> NBI_DEV void take(const float *row, uint32_t chunk, uint32_t n)
+    {
+        constexpr uint32_t TILES = nbi_chunk_tiles(KIND), LANES = TILES * NBI_MOE_TILE_X_BYTES / 16;
+        const uint32_t lane = (uint32_t)nbi_lane();
+        const uint32_t at = chunk * TILES * NBI_TILE_COLS + lane / 4 * 32 + lane % 4 * 4;
+        even = nbi_x_load(row, at, lane < LANES ? n : 0, true);
+        odd = nbi_x_load(row, at + 16, lane < LANES ? n : 0, true);
+    }
+
+    /* 16 bytes per lane to dst, the chunk's first byte. input_scale > 0: rounded to NVFP4 before.
+     * Returns what the sums are multiplied by: 2^e, times the input scale. */
+    template <nbi_weight_kind KIND>
+    NBI_DEV float give(char *dst, uint32_t chunk, uint32_t n, float input_scale)
+    {
+        constexpr uint32_t TILES = nbi_chunk_tiles(KIND), LANES = TILES * NBI_MOE_TILE_X_BYTES / 16;
+        const uint32_t lane = (uint32_t)nbi_lane();
+        if (KIND == NBI_WEIGHT_NVFP4 && input_scale > 0) {
+            nbi_x_round(&even, input_scale);
+            nbi_x_round(&odd, input_scale);
+        }
+        int e = 0;
+        if (KIND != NBI_WEIGHT_BF16) {
+            uint32_t most = nbi_amax_bits(nbi_amax_bits(0, even), odd);
+            e = nbi_chunk_exponent(nbi_warp_max(most));
+        }
+        /* the row ends within the chunk: tiles behind it have no place */
+        const uint32_t n_tiles = (n + NBI_TILE_COLS - 1) / NBI_TILE_COLS;
+        if (lane < LANES && chunk * TILES + lane / 8 < n_tiles) {
+            const float unit = nbi_pow2(-e);
+            nbi_u32x4 q;
+            nbi_x_fragment<KIND>(q.v, even, unit);
+            nbi_x_fragment<KIND>(q.v + 2, odd, unit);
+            *reinterpret_cast<nbi_u32x4 *>(dst + lane * 16) = q;
+        }
+        const float two_e = nbi_pow2(e);
+        return KIND == NBI_WEIGHT_NVFP4 && input_scale > 0 ? two_e * input_scale : two_e;
+    }
+};
+
 template <nbi_weight_kind KIND>
 NBI_DEV float nbi_moe_x_chunk(char *dst, const float *row, uint32_t chunk, uint32_t n,
                               float input_scale)
 {
-    constexpr uint32_t TILES = nbi_chunk_tiles(KIND), LANES = TILES * NBI_MOE_TILE_X_BYTES / 16;
-    const uint32_t lane = (uint32_t)nbi_lane();
-    const bool mine = lane < LANES;
-    const uint32_t at = chunk * TILES * NBI_TILE_COLS + lane / 4 * 32 + lane % 4 * 4;
-    nbi_f32x4 even = nbi_x_load(row, at, mine ? n : 0, true);
-    nbi_f32x4 odd = nbi_x_load(row, at + 16, mine ? n : 0, true);
-    if (KIND == NBI_WEIGHT_NVFP4 && input_scale > 0) {
-        nbi_x_round(&even, input_scale);
-        nbi_x_round(&odd, input_scale);
-    }
-    int e = 0;
-    if (KIND != NBI_WEIGHT_BF16) {
-        uint32_t most = nbi_amax_bits(nbi_amax_bits(0, even), odd);
-        e = nbi_chunk_exponent(nbi_warp_max(most));
-    }
-    /* the row ends within the chunk: tiles behind it have no place */
-    const uint32_t n_tiles = (n + NBI_TILE_COLS - 1) / NBI_TILE_COLS;
-    if (mine && chunk * TILES + lane / 8 < n_tiles) {
-        const float unit = nbi_pow2(-e);
-        nbi_u32x4 q;
-        nbi_x_fragment<KIND>(q.v, even, unit);
-        nbi_x_fragment<KIND>(q.v + 2, odd, unit);
-        *reinterpret_cast<nbi_u32x4 *>(dst + lane * 16) = q;
-    }
-    const float two_e = nbi_pow2(e);
-    return KIND == NBI_WEIGHT_NVFP4 && input_scale > 0 ? two_e * input_scale : two_e;
+    nbi_moe_x_part part;
+    part.take<KIND>(row, chunk, n);
+    return part.give<KIND>(dst, chunk, n, input_scale);
 }
 
 /* i / n and i % n of a number that grows by a fixed step. */
