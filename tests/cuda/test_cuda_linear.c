@@ -242,6 +242,56 @@ static void test_bits(void **state)
     gpu_close(b);
 }
 
+/* Products of one x in a row, as q, k and v: what is kept of x from one to the next is not kept
+ * when x changes, by an upload or by a product. */
+static void test_same_x(void **state)
+{
+    (void)state;
+    enum { N = 90, COLS = 272, ROWS = 272 };
+    nbi_backend *b = open_for(COLS, ROWS, N);
+    static const nbi_weight_kind chain[] = {NBI_WEIGHT_NVFP4, NBI_WEIGHT_F16, NBI_WEIGHT_BF16,
+                                            NBI_WEIGHT_BF16, NBI_WEIGHT_BF16};
+    enum { LINKS = sizeof chain / sizeof *chain, BYTES = N * COLS * sizeof(float) };
+    mat m[LINKS];
+    nbi_weight *w[LINKS];
+    gpu_buffer y[LINKS], x = gpu_poisoned(b, BYTES);
+    nb_error err;
+    for (size_t i = 0; i < LINKS; i++) {
+        mat_make(&m[i], chain[i], ROWS, COLS, true);
+        assert_int_equal(b->ops->weight_prepare(b, &w[i], &m[i].m, &err), NB_OK);
+        y[i] = gpu_poisoned(b, BYTES);
+    }
+    float *host = op_floats(N * COLS);
+    for (uint32_t round = 0; round < 2; round++) {
+        op_fill(host, N * COLS, 1);
+        b->ops->upload(b, x.p, host, BYTES);
+        for (size_t i = 0; i < LINKS; i++) /* the last but one of the second round changes x */
+            b->ops->linear(b, &(nbi_linear_args){.y = round && i + 2 == LINKS ? x.p : y[i].p,
+                                                 .x = x.p,
+                                                 .w = w[i],
+                                                 .n_rows = N,
+                                                 .x_stride = COLS,
+                                                 .y_stride = ROWS,
+                                                 .y_f32 = true});
+        for (size_t i = 0; i < LINKS; i++) {
+            const bool over = round && i + 2 == LINKS;
+            float *got = gpu_read(over ? &x : &y[i]);
+            check_product(&m[i].m, got, ROWS, host, COLS, N, NULL, bound_of(chain[i], false),
+                          false);
+            if (over) memcpy(host, got, BYTES);
+            free(got);
+        }
+    }
+    for (size_t i = 0; i < LINKS; i++) gpu_free(&y[i]);
+    gpu_free(&x);
+    op_free(host);
+    for (size_t i = 0; i < LINKS; i++) {
+        b->ops->weight_release(b, &w[i]);
+        mat_free(&m[i]);
+    }
+    gpu_close(b);
+}
+
 /* ---------------------------------------------------------------- not finite */
 
 /* What is not finite in a row of x is seen in the row of y, and in no other. */
@@ -719,7 +769,7 @@ int main(int argc, char **argv)
         cmocka_unit_test(test_exact_values), cmocka_unit_test(test_bits),
         cmocka_unit_test(test_not_finite),   cmocka_unit_test(test_nan_weight),
         cmocka_unit_test(test_w4a4),         cmocka_unit_test(test_norm_bits),
-        cmocka_unit_test(test_mlp_bits),
+        cmocka_unit_test(test_mlp_bits),     cmocka_unit_test(test_same_x),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

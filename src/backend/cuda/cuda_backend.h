@@ -42,6 +42,15 @@ struct nbi_cuda_waiting {
     nbi_kv_layer cache;
 };
 
+/* Activations that linear_wide.cu has converted: its next call may use them while the runtime's
+ * n_calls stays. */
+struct nbi_cuda_converted {
+    uint64_t n_calls;
+    const void *x;
+    uint32_t n_rows, cols, stride, form;
+    float input_scale;
+};
+
 struct nbi_cuda {
     nbi_backend base;
     nbi_rt rt;
@@ -50,6 +59,8 @@ struct nbi_cuda {
 
     void *scratch; /* of one operator at a time */
     size_t scratch_bytes;
+
+    nbi_cuda_converted converted; /* in scratch */
 
     /* the step's batch */
     char *batch_host, *batch_device; /* pinned, device: the arrays of a batch, packed */

@@ -85,6 +85,7 @@ void nbi_rt_close(nbi_rt *rt)
 
 void *nbi_rt_alloc(nbi_rt *rt, size_t bytes)
 {
+    rt->n_calls++;
     void *p = NULL;
     if (cudaMalloc(&p, bytes ? bytes : 1) != cudaSuccess) {
         cudaGetLastError();
@@ -98,6 +99,7 @@ void *nbi_rt_alloc(nbi_rt *rt, size_t bytes)
 
 void nbi_rt_free(nbi_rt *rt, void *p)
 {
+    rt->n_calls++;
     if (!p) return;
     cudaStreamSynchronize(rt->stream);
     cudaFree(p);
@@ -129,6 +131,7 @@ bool nbi_rt_memory(nbi_rt *rt, size_t *free_bytes, size_t *total_bytes)
 
 void nbi_rt_upload(nbi_rt *rt, void *dst, const void *src, size_t bytes)
 {
+    rt->n_calls++;
     if (rt->error[0] || !bytes) return;
     ok(rt, "copy to the device",
        cudaMemcpyAsync(dst, src, bytes, cudaMemcpyHostToDevice, rt->stream));
@@ -143,6 +146,7 @@ void nbi_rt_download(nbi_rt *rt, void *dst, const void *src, size_t bytes)
 
 void nbi_rt_copy(nbi_rt *rt, void *dst, const void *src, size_t bytes)
 {
+    rt->n_calls++;
     if (rt->error[0] || !bytes) return;
     ok(rt, "copy on the device",
        cudaMemcpyAsync(dst, src, bytes, cudaMemcpyDeviceToDevice, rt->stream));
@@ -150,6 +154,7 @@ void nbi_rt_copy(nbi_rt *rt, void *dst, const void *src, size_t bytes)
 
 void nbi_rt_zero(nbi_rt *rt, void *dst, size_t bytes)
 {
+    rt->n_calls++;
     if (rt->error[0] || !bytes) return;
     ok(rt, "clearing memory", cudaMemsetAsync(dst, 0, bytes, rt->stream));
 }
@@ -182,12 +187,14 @@ double nbi_rt_seconds(nbi_rt *rt)
 
 void nbi_rt_record(nbi_rt *rt)
 {
+    rt->n_calls++;
     rt->recording = true;
     ok(rt, "recording", cudaStreamBeginCapture(rt->stream, cudaStreamCaptureModeThreadLocal));
 }
 
 nbi_rt_graph *nbi_rt_record_end(nbi_rt *rt)
 {
+    rt->n_calls++;
     rt->recording = false;
     cudaGraph_t graph = NULL;
     cudaGraphExec_t exec = NULL;
@@ -202,6 +209,7 @@ nbi_rt_graph *nbi_rt_record_end(nbi_rt *rt)
 
 void nbi_rt_replay(nbi_rt *rt, nbi_rt_graph *g)
 {
+    rt->n_calls++;
     if (!rt->error[0]) ok(rt, "start of a graph", cudaGraphLaunch(g->exec, rt->stream));
 }
 

@@ -28,8 +28,10 @@ struct nbi_rt {
     char name[64];
     char error[NBI_RT_ERROR_MAX]; /* "" while all is well */
     bool recording;
-    bool dependent; /* launches overlap the end of the one before (PDL); kernels keep the rule of
-                       nbi_wait_before() */
+    uint64_t n_calls; /* that may have changed device memory, or may be done again: while it stays,
+                         so does what lies there */
+    bool dependent;   /* launches overlap the end of the one before (PDL); kernels keep the rule of
+                         nbi_wait_before() */
 #if NBI_EMULATED
     std::vector<std::function<void()>> *record;
 #else
@@ -92,6 +94,7 @@ inline void nbi_launch(nbi_rt *rt, dim3 grid, dim3 block, size_t shared, void (*
                        typename nbi_same<P>::type... args)
 {
     if (rt->error[0]) return;
+    rt->n_calls++;
 #if NBI_EMULATED
     const auto body = [=] { kernel(args...); };
     const auto all = [=] { nbi_emu_run(grid, block, shared, body); };

@@ -30,7 +30,7 @@ void nbi_rt_close(nbi_rt *rt)
 
 void *nbi_rt_alloc(nbi_rt *rt, size_t bytes)
 {
-    (void)rt;
+    rt->n_calls++;
     void *p = NULL;
     if (posix_memalign(&p, 256, bytes ? bytes : 1)) return NULL;
     memset(p, 0, bytes);
@@ -39,7 +39,7 @@ void *nbi_rt_alloc(nbi_rt *rt, size_t bytes)
 
 void nbi_rt_free(nbi_rt *rt, void *p)
 {
-    (void)rt;
+    rt->n_calls++;
     free(p);
 }
 
@@ -71,6 +71,7 @@ static void now_or_later(nbi_rt *rt, const std::function<void()> &step)
 
 void nbi_rt_upload(nbi_rt *rt, void *dst, const void *src, size_t bytes)
 {
+    rt->n_calls++;
     now_or_later(rt, [=] { memcpy(dst, src, bytes); });
 }
 
@@ -81,11 +82,13 @@ void nbi_rt_download(nbi_rt *rt, void *dst, const void *src, size_t bytes)
 
 void nbi_rt_copy(nbi_rt *rt, void *dst, const void *src, size_t bytes)
 {
+    rt->n_calls++;
     now_or_later(rt, [=] { memcpy(dst, src, bytes); });
 }
 
 void nbi_rt_zero(nbi_rt *rt, void *dst, size_t bytes)
 {
+    rt->n_calls++;
     now_or_later(rt, [=] { memset(dst, 0, bytes); });
 }
 
@@ -112,6 +115,7 @@ double nbi_rt_seconds(nbi_rt *rt)
 
 void nbi_rt_record(nbi_rt *rt)
 {
+    rt->n_calls++;
     if (!rt->record) rt->record = new std::vector<std::function<void()>>;
     rt->record->clear();
     rt->recording = true;
@@ -119,6 +123,7 @@ void nbi_rt_record(nbi_rt *rt)
 
 nbi_rt_graph *nbi_rt_record_end(nbi_rt *rt)
 {
+    rt->n_calls++;
     rt->recording = false;
     nbi_rt_graph *g = new nbi_rt_graph;
     g->steps.swap(*rt->record);
@@ -127,6 +132,7 @@ nbi_rt_graph *nbi_rt_record_end(nbi_rt *rt)
 
 void nbi_rt_replay(nbi_rt *rt, nbi_rt_graph *g)
 {
+    rt->n_calls++;
     for (const std::function<void()> &step : g->steps)
         if (!rt->error[0]) step();
 }
