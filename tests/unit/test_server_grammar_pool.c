@@ -23,7 +23,8 @@ static int set_up(void **state)
         fail_msg("%s", err.text);
     static int32_t eos;
     eos = nbi_token_find(tokenizer, "<|user|>", 8);
-    nbi_grammar_setup setup = {.tokenizer = tokenizer, .eos = &eos, .n_eos = 1};
+    nbi_grammar_setup setup = {
+        .tokenizer = tokenizer, .eos = &eos, .n_eos = 1, .folder = NBI_TEST_GRAMMAR_FOLDER};
     return nbi_grammar_compiler_open(&compiler, &setup, NULL);
 }
 

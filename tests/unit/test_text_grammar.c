@@ -196,7 +196,8 @@ static int drive_folder(const char *folder)
     nbi_grammar_compiler *c = NULL;
     if (nbi_tokenizer_open(&t, folder, &err) != NB_OK) return fprintf(stderr, "%s\n", err.text), 1;
     int32_t eos = driver_eos(t);
-    nbi_grammar_setup setup = {.tokenizer = t, .eos = &eos, .n_eos = 1};
+    nbi_grammar_setup setup = {
+        .tokenizer = t, .eos = &eos, .n_eos = 1, .folder = NBI_TEST_GRAMMAR_FOLDER};
     int rc = 1;
     if (nbi_grammar_compiler_open(&c, &setup, &err) == NB_OK)
         rc = drive_lines(c, t, &eos);
@@ -269,7 +270,8 @@ static int set_up(void **state)
 {
     (void)state;
     tokenizer = make_tokenizer();
-    nbi_grammar_setup setup = {.tokenizer = tokenizer, .eos = ends, .n_eos = 2};
+    nbi_grammar_setup setup = {
+        .tokenizer = tokenizer, .eos = ends, .n_eos = 2, .folder = NBI_TEST_GRAMMAR_FOLDER};
     return nbi_grammar_compiler_open(&compiler, &setup, NULL);
 }
 
@@ -543,7 +545,11 @@ static void test_vocabulary_sizes(void **state)
         int32_t eos = 0;
         nbi_grammar_compiler *c = NULL;
         nbi_grammar *g = NULL;
-        nbi_grammar_setup setup = {.tokenizer = tokenizer, .eos = &eos, .n_eos = 1, .vocab = vocab};
+        nbi_grammar_setup setup = {.tokenizer = tokenizer,
+                                   .eos = &eos,
+                                   .n_eos = 1,
+                                   .vocab = vocab,
+                                   .folder = NBI_TEST_GRAMMAR_FOLDER};
         nbi_grammar_options o = {.after_think = 5};
         assert_int_equal(nbi_grammar_compiler_open(&c, &setup, NULL), NB_OK);
         assert_int_equal(nbi_grammar_compile(&g, c, NBI_GRAMMAR_REGEX, "a", 1, &o, NULL), NB_OK);
@@ -673,7 +679,8 @@ static void test_every_allocation_fails_once(void **state)
     for (long n = 0;; n++) {
         nbi_grammar_compiler *c = NULL;
         nbi_grammar *g = NULL, *h = NULL;
-        nbi_grammar_setup setup = {.tokenizer = tokenizer, .eos = ends, .n_eos = 2};
+        nbi_grammar_setup setup = {
+            .tokenizer = tokenizer, .eos = ends, .n_eos = 2, .folder = NBI_TEST_GRAMMAR_FOLDER};
         nb_error err = {.status = NB_OK};
         nbi_heap_fail_after(n);
         nb_status st = nbi_grammar_compiler_open(&c, &setup, &err);
