@@ -56,6 +56,7 @@ bool nbi_python_stop(uint32_t wait_ms)
 #endif
 #define THREAD_STACK_BYTES ((size_t)16 << 20)
 #define JOB_NS             ((uint64_t)NBI_TEMPLATE_SECONDS * 1000000000u)
+#define WALL_NS            ((uint64_t)NBI_TEMPLATE_WALL_SECONDS * 1000000000u)
 
 typedef enum job_kind { JOB_RENDER, JOB_WARM, JOB_FORGET } job_kind;
 
@@ -70,7 +71,8 @@ typedef struct job {
     nbi_buf *out;
     nb_error err;
     nb_status status;
-    uint64_t started_ns; /* 0: still in the queue */
+    uint64_t started_ns;     /* 0: still in the queue */
+    uint64_t started_cpu_ns; /* the render thread's own time then */
     bool done, timed_out;
     char *owned; /* source and variables of a JOB_WARM */
 } job;
@@ -304,6 +306,24 @@ static void run_job(PyObject *space, job *j)
     Py_XDECREF(result);
 }
 
+/* Time of a processor that the render thread has taken, from any thread. With the lock held. */
+static uint64_t render_cpu_ns(void)
+{
+    clockid_t clock;
+    struct timespec t;
+    if (pthread_getcpuclockid(py.thread, &clock) != 0 || clock_gettime(clock, &t) != 0) return 0;
+    return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
+}
+
+/* What is left of the job's time; 0: nothing. With the lock held. */
+static uint64_t left_ns(const job *j)
+{
+    if (!j->started_ns) return JOB_NS;
+    uint64_t wall = nbi_now_ns() - j->started_ns, cpu = render_cpu_ns() - j->started_cpu_ns;
+    if (wall >= WALL_NS || cpu >= JOB_NS) return 0;
+    return WALL_NS - wall < JOB_NS - cpu ? WALL_NS - wall : JOB_NS - cpu;
+}
+
 /* NULL when the thread is to end. Without the GIL: the lock may be held by a caller that waits for
  * it. */
 static job *next_job(void)
@@ -320,6 +340,7 @@ static job *next_job(void)
     py.head = j->next;
     if (!py.head) py.tail = &py.head;
     j->started_ns = nbi_now_ns();
+    j->started_cpu_ns = render_cpu_ns();
     pthread_cond_broadcast(&py.changed);
     pthread_mutex_unlock(&py.lock);
     return j;
@@ -420,17 +441,16 @@ static void wait_for(job *j)
 {
     pthread_mutex_lock(&py.lock);
     while (!j->done) {
-        uint64_t now = nbi_now_ns();
-        if (j->started_ns && now - j->started_ns >= JOB_NS) {
+        uint64_t left = left_ns(j);
+        if (!left) {
             pthread_mutex_unlock(&py.lock);
             interrupt(
                 j); /* again and again: a template cannot catch it, but a late one may be lost */
             pthread_mutex_lock(&py.lock);
             if (j->done) break;
-            now = nbi_now_ns();
+            left = JOB_NS / 20;
         }
-        wait_changed(j->started_ns && now - j->started_ns < JOB_NS ? JOB_NS - (now - j->started_ns)
-                                                                   : JOB_NS / 20);
+        wait_changed(left);
     }
     pthread_mutex_unlock(&py.lock);
 }

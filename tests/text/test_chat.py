@@ -240,7 +240,7 @@ def test_template_raises(chat):
 def test_bounds(chat, template, sentence):
     begin = time.perf_counter()
     assert sentence in chat(template, [user("x")], check=False)["error"]
-    assert time.perf_counter() - begin < 8
+    assert time.perf_counter() - begin < 40  # 10 s and what a busy machine adds
 
 
 def test_generation_block_and_variables(chat):
