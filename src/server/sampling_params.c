@@ -25,11 +25,18 @@ typedef struct neutral_field {
     neutral neutral;
 } neutral_field;
 
-/* Fields that would change the answer. Ignoring them would be a silent lie. */
+/* Fields that would change the answer, or ask for something beside it. Ignoring them would be a
+ * silent lie. */
 static const neutral_field unsupported[] = {
     {"lora_path", NEUTRAL_NONE},
     {"custom_logit_processor", NEUTRAL_NONE},
     {"logits_processors", NEUTRAL_EMPTY},
+    {"repetition_detection", NEUTRAL_EMPTY},
+    {"return_hidden_states", NEUTRAL_FALSE},
+    {"return_routed_experts", NEUTRAL_FALSE},
+    {"return_token_ids", NEUTRAL_FALSE},
+    {"return_prompt_token_ids", NEUTRAL_FALSE},
+    {"return_meta_info", NEUTRAL_FALSE},
 };
 /* Of beam search. */
 static const neutral_field beam_fields[] = {
@@ -497,7 +504,7 @@ static nb_status check_ignored(const json_t *body, nbi_api_error *e)
     static const char *const strings[] = {"user",      "service_tier",      "cache_salt",
                                           "extra_key", "safety_identifier", "prompt_cache_key"};
     static const char *const booleans[] = {"store", "spaces_between_special_tokens",
-                                           "return_tokens_as_token_ids"};
+                                           "add_special_tokens", "return_tokens_as_token_ids"};
     const char *string;
     json_t *object;
     bool boolean;
