@@ -152,7 +152,7 @@ typedef struct nbi_mla_append_args {
  * sum_j p_j c_j; out[t, h, d] = W_UV[d] . ol. */
 typedef struct nbi_mla_attend_args {
     void *out;              /* act [T, heads, v_dim] */
-    const void *q;          /* act [T, heads, nope + rope], rotated */
+    const void *q;          /* act [T, heads, nope + rope], rotated; undefined behind the call */
     const nbi_weight *kv_b; /* [heads * (nope + v), kv_lora] */
     uint32_t n_heads, nope_dim, rope_dim, kv_lora, v_dim;
     float scale;
@@ -180,8 +180,8 @@ typedef struct nbi_gqa_append_args {
 
 /* Causal grouped-query attention over the cache; head h reads kv head h / (heads / kv_heads). */
 typedef struct nbi_gqa_attend_args {
-    void *out; /* act [T, heads, head_dim] */
-    const void *q;
+    void *out;     /* act [T, heads, head_dim] */
+    const void *q; /* as gqa_append left it; undefined behind the call, as that one's k */
     uint32_t n_heads, n_kv_heads, head_dim;
     float scale;
     const nbi_kv_layer *cache;
