@@ -126,6 +126,7 @@ static void test_router(void **state)
     static const router_case cases[] = {
         {NBI_WEIGHT_BF16, 128, 2048, 1, 8, 1, 1, true, true, false, false},
         {NBI_WEIGHT_BF16, 128, 2048, 4, 8, 1, 1, true, true, false, false},
+        {NBI_WEIGHT_BF16, 128, 2048, 3, 8, 1, 1, true, true, false, false},
         {NBI_WEIGHT_BF16, 128, 512, 8, 8, 1, 1, true, true, false, false},
         {NBI_WEIGHT_F32, 64, 784, 1, 4, 1, 1, false, true, true, false},
         {NBI_WEIGHT_F32, 160, 1024, 3, 6, 8, 3, false, true, true, false},

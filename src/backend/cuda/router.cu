@@ -25,11 +25,11 @@ struct router_work {
     uint32_t *arrived; /* blocks that are done; zero between kernels */
 };
 
-/* Shared memory of a block. */
+/* Shared memory of a block, all of it dynamic: what is more than 48 KB has to be asked for. */
 struct router_shared {
     char *weights;
-    float *x;     /* [token][chunk][256] */
-    float *parts; /* [token][chunk]: squares */
+    float *x;     /* [token][chunk][256]; then what the choice needs */
+    float *parts; /* [token][chunk]: squares; then whether this block is the last */
     float *sums;  /* [token][chunk][4] */
 };
 
@@ -38,9 +38,17 @@ static __host__ __device__ uint32_t weight_bytes(const router_work &a)
     return a.w.kind == NBI_WEIGHT_F32 ? ROWS * a.pitch * 4u : a.w.n_kt * NBI_TILE_STEPS * 128u;
 }
 
+static __host__ __device__ uint32_t x_floats(const router_work &a)
+{
+    const uint32_t x = a.n_chunks * NBI_NORM_COLS;
+    const uint32_t choice = sizeof(nbi_route_shared<EXPERTS / NBI_WARP>) / sizeof(float);
+    return a.n_tokens * (x > choice ? x : choice);
+}
+
 static size_t shared_bytes(const router_work &a)
 {
-    return weight_bytes(a) + (size_t)a.n_tokens * a.n_chunks * (NBI_NORM_COLS + 1 + ROWS) * 4;
+    const size_t n = (size_t)a.n_tokens * a.n_chunks;
+    return weight_bytes(a) + (x_floats(a) + n * (1 + ROWS)) * sizeof(float);
 }
 
 static NBI_DEV router_shared carve(const router_work &a)
@@ -48,7 +56,7 @@ static NBI_DEV router_shared carve(const router_work &a)
     router_shared s;
     s.weights = nbi_shared<char>();
     s.x = reinterpret_cast<float *>(s.weights + weight_bytes(a));
-    s.parts = s.x + a.n_tokens * a.n_chunks * NBI_NORM_COLS;
+    s.parts = s.x + x_floats(a);
     s.sums = s.parts + a.n_tokens * a.n_chunks;
     return s;
 }
@@ -164,25 +172,24 @@ static NBI_DEV void multiply(const router_work &a, const router_shared &s, uint3
 
 /* True in every thread of the block that is done last; what the others wrote can be read then, past
  * the L1 cache. */
-static NBI_DEV bool last_block(const router_work &a)
+static NBI_DEV bool last_block(const router_work &a, const router_shared &s)
 {
-    __shared__ bool last;
     __syncthreads();
     if (threadIdx.x == 0) {
         __threadfence();
-        last = atomicAdd(a.arrived, 1u) == gridDim.x - 1;
-        if (last) {
-            *a.arrived = 0;
-            __threadfence();
-        }
+        const bool last = atomicAdd(a.arrived, 1u) == gridDim.x - 1;
+        if (last) *a.arrived = 0;
+        __threadfence();
+        s.parts[0] = last ? 1.0f : 0.0f;
     }
     __syncthreads();
-    return last;
+    return s.parts[0] != 0;
 }
 
-template <uint32_t HAS> static NBI_DEV void choose(const router_work &a, const float bias[HAS])
+template <uint32_t HAS>
+static NBI_DEV void choose(const router_work &a, const router_shared &s, const float bias[HAS])
 {
-    __shared__ nbi_route_shared<HAS> shared[TOKENS];
+    nbi_route_shared<HAS> *shared = reinterpret_cast<nbi_route_shared<HAS> *>(s.x);
     const uint32_t t = threadIdx.x / NBI_WARP, lane = (uint32_t)nbi_lane();
     if (t >= a.n_tokens) return;
     float score[HAS];
@@ -235,7 +242,7 @@ static __global__ void __launch_bounds__(WARPS *NBI_WARP)
         const float factor = KIND == NBI_WEIGHT_F32 ? 1.0f : a.w.row_scale[row];
         a.logits[(size_t)token * a.logit_stride + row] = fmaf(y, factor, 0);
     }
-    if (last_block(a)) choose<HAS>(a, bias);
+    if (last_block(a, s)) choose<HAS>(a, s, bias);
 }
 
 static router_work work_of(const nbi_cuda *c, const nbi_rmsnorm_args *norm,
@@ -260,7 +267,7 @@ bool nbi_cuda_router_waits(const nbi_cuda *c, const nbi_rmsnorm_args *norm,
     if (w->kind != NBI_WEIGHT_BF16 && w->kind != NBI_WEIGHT_F32) return false;
     if (!linear->x_exact || linear->bias || linear->n_rows > TOKENS || w->rows > EXPERTS)
         return false;
-    return shared_bytes(work_of(c, norm, linear)) + 20480 <= c->rt.shared_max;
+    return shared_bytes(work_of(c, norm, linear)) <= c->rt.shared_max;
 }
 
 bool nbi_cuda_router_fits(const nbi_linear_args *linear, const nbi_route_args *route)
