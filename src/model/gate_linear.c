@@ -10,7 +10,7 @@
 #define ROWS_BRIEF 48u
 #define TOKENS     33u /* past what kernels for few tokens take */
 #define FEW        5u
-#define MACS_BRIEF 100000000u /* of one call of the short form */
+#define MACS_BRIEF 400000000u /* of one call of the short form on a CPU: some milliseconds */
 #define MACS_FULL  4000000000u
 #define TIME_CALLS 4u
 
@@ -144,7 +144,7 @@ static nb_status try_weight(nbi_gate *g, linear_memory *memory, const nbi_weight
     if (!w) return NB_OK;
     const nbi_matrix *m = &w->host;
     const uint64_t macs = (uint64_t)m->rows * m->cols,
-                   most = g->opt->brief ? MACS_BRIEF : MACS_FULL;
+                   most = g->opt->brief && !g->b->memory_bytes ? MACS_BRIEF : MACS_FULL;
     linear_case c = {.g = g, .w = w, .exact = exact, .tokens = TOKENS};
     if (macs * TOKENS > most) c.tokens = macs * FEW > most ? 1 : FEW;
     const uint32_t looked_at = g->opt->brief ? ROWS_BRIEF : ROWS_MAX;
