@@ -170,7 +170,9 @@ static void print_result(check *c, const nbi_gate_result *r)
         printf("  %-9s %-52s %s\n", "not here", r->path, r->why);
         return;
     }
-    snprintf(where, sizeof where, strcmp(r->kind, "linear") ? "%s" : "%s  %s", r->path, r->where);
+    snprintf(where, sizeof where,
+             strcmp(r->kind, "linear") && strcmp(r->kind, "mlp") ? "%s" : "%s  %s", r->path,
+             r->where);
     printf("  %-9s %-52s %-6s %9.2g %6u", r->ok ? "ok" : "WRONG", where, r->chosen ? "chosen" : "",
            r->error, r->rows);
     if (r->context)

@@ -119,6 +119,7 @@ nb_status nbi_gate_run(nbi_model *m, const nbi_gate_options *opt, nb_error *err)
         return nbi_fail(err, NB_UNSUPPORTED, "check: activations of %s are not of float32",
                         m->b->description);
     nb_status st = nbi_gate_linear(&g, err);
+    if (st == NB_OK) st = nbi_gate_mlp(&g, err);
     if (st == NB_OK) st = nbi_gate_attention(&g, err);
     if (st == NB_OK && m->runner) st = nbi_gate_moe(&g, err);
     nbi_pool_destroy(&g.pool);

@@ -12,7 +12,7 @@ extern "C" {
 #endif
 
 typedef struct nbi_gate_result {
-    const char *kind; /* "runner", "attention", "linear" */
+    const char *kind; /* "runner", "attention", "linear", "mlp" */
     char path[48];    /* "cuda_gemv", "latent, decode", "nvfp4" */
     char where[96];   /* layer or module */
     bool chosen;      /* serving would use it */

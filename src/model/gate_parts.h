@@ -48,9 +48,10 @@ double nbi_gate_bound(bool w4a4);
 /* Decides `ok` and reports. */
 void nbi_gate_say(nbi_gate *g, nbi_gate_result *r);
 
-/* gate_moe.c, gate_linear.c, gate_attention.c */
+/* gate_moe.c, gate_linear.c, gate_mlp.c, gate_attention.c */
 nb_status nbi_gate_moe(nbi_gate *g, nb_error *err);
 nb_status nbi_gate_linear(nbi_gate *g, nb_error *err);
+nb_status nbi_gate_mlp(nbi_gate *g, nb_error *err);
 nb_status nbi_gate_attention(nbi_gate *g, nb_error *err);
 
 #ifdef __cplusplus

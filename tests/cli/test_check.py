@@ -26,7 +26,7 @@ def report(check, repo):
 def test_every_path_has_its_error(report):
     assert report["ok"] and report["failure"] == "" and report["read_bandwidth"] > 0
     ran = [r for r in report["results"] if r["supported"]]
-    assert {r["kind"] for r in ran} == {"linear", "attention", "runner"}
+    assert {r["kind"] for r in ran} == {"linear", "mlp", "attention", "runner"}
     for r in ran:
         assert r["ok"] and 0 < r["error"] <= r["bound"] < 1, r
     timed = [r for r in ran if r["bytes"]]
