@@ -6,6 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "base/mem.h"
 #include "nibble.h"
 
 #define DATA(name) NBI_TEST_SOURCE_DIR "/tests/golden/data/" name
@@ -412,6 +413,30 @@ static void what_cannot_be_searched_is_refused(void **state)
     nb_engine_close(&e);
 }
 
+/* Every allocation of a submission fails in turn: nothing is left of it, and the next one works. */
+static void a_submission_short_of_memory_leaves_nothing(void **state)
+{
+    (void)state;
+    nb_engine *e = open_engine(DATA("lite-bf16"), &(setup){.running = 4});
+    int32_t prompt[LEN_MAX];
+    nb_request *r[3];
+    nb_status st = NB_NO_MEMORY;
+    search s = {prompt, 70, 3, 20, 1, true, 2};
+    int n = 0;
+    make_prompt(prompt, s.n_prompt, 1);
+    for (; st != NB_OK; n++) {
+        assert_true(n < 200);
+        nbi_heap_fail_after(n);
+        st = submit_with(e, &s, r, NULL);
+        nbi_heap_fail_after(-1);
+        if (st != NB_OK) assert_int_equal(st, NB_NO_MEMORY);
+    }
+    assert_true(n > 10);
+    free(answers(e, r, 3));
+    check_idle(e);
+    nb_engine_close(&e);
+}
+
 /* Stops as soon as there are `width` ended answers: they are among those of the whole search, or
  * are passed by later ones, never better. */
 static void early_stopping_takes_the_first_that_end(void **state)
@@ -453,6 +478,7 @@ int main(void)
         cmocka_unit_test(cancelling_one_ends_all_and_frees_the_pages),
         cmocka_unit_test(closing_the_engine_ends_a_search),
         cmocka_unit_test(what_cannot_be_searched_is_refused),
+        cmocka_unit_test(a_submission_short_of_memory_leaves_nothing),
         cmocka_unit_test(early_stopping_takes_the_first_that_end),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
