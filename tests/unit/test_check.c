@@ -211,8 +211,6 @@ static void every_level_is_right(void **state)
     }
 }
 
-#endif
-
 static int run_check(char **extra, int n)
 {
     char *argv[16] = {"check",    "--model", NBI_TEST_SOURCE_DIR "/models/glm5-tiny",
@@ -237,6 +235,8 @@ static void command_exits_with_the_truth(void **state)
     assert_int_equal(run_check(unknown, 2), NBI_EXIT_FAILED);
     assert_int_equal(run_check(attention, 2), NBI_EXIT_FAILED);
 }
+
+#endif
 
 #ifdef NBI_TEST_CHECK_CUDA
 static int make_model(void **state)
@@ -295,8 +295,8 @@ int main(void)
         cmocka_unit_test(engines_refuse_planted_faults),
 #ifndef NBI_TEST_CHECK_CUDA
         cmocka_unit_test(every_level_is_right),
-#endif
         cmocka_unit_test(command_exits_with_the_truth),
+#endif
     };
     return cmocka_run_group_tests(tests, make_model, remove_model);
 }
