@@ -427,7 +427,7 @@ NBI_DEV bool arrive_last(const block_part &p, block_memory<D> *s, uint32_t *arri
     return s->last;
 }
 
-#define MERGE 8 /* splits whose values are asked for at once */
+#define MERGE 12 /* splits whose values are asked for at once */
 
 /* The splits of a slot, ascending, by a warp. */
 template <int D>

@@ -43,12 +43,8 @@ template <int M> NBI_DEV void clear(sums<M> &x)
 }
 
 template <int M, int STAGES>
-NBI_DEV void load_queries(const nbi_cuda_attend &a, const nbi_attend_group &g, uint32_t slot0,
-                          block_memory<M, STAGES> *s)
+NBI_DEV void load_queries(const nbi_cuda_attend &a, block_memory<M, STAGES> *s)
 {
-    if (threadIdx.x < 16 * M)
-        s->slot[threadIdx.x] = nbi_attend_slot_of(a, g, 0, slot0 + threadIdx.x);
-    __syncthreads();
 #pragma unroll 2
     for (uint32_t i = threadIdx.x / NBI_WARP; i < 16 * M; i += WARPS) {
         const nbi_attend_slot &slot = s->slot[i];
@@ -381,8 +377,11 @@ static __global__ void __launch_bounds__(THREADS, 1)
     const uint32_t begin = WALK ? 0 : blockIdx.z * each;
     const uint32_t end = WALK || begin + each > tiles ? tiles : begin + each;
     block_memory<M, STAGES> *s = nbi_shared<block_memory<M, STAGES>>();
+    if (threadIdx.x < 16 * M)
+        s->slot[threadIdx.x] = nbi_attend_slot_of(a, g, 0, slot0 + threadIdx.x);
     begin_tiles(a, g, s, begin, end);
-    load_queries(a, g, slot0, s);
+    __syncthreads();
+    load_queries(a, s);
     run_tiles<M, STAGES, WALK>(a, g, s, begin, end, splits);
 }
 

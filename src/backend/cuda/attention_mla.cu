@@ -508,25 +508,28 @@ template <int NT> static __global__ void expand_mma_kernel(mla_product a)
                        a.v, a.scale);
 }
 
-/* Values c, c + 1 of a head of a row, from its splits, as merge_kernel makes them. */
-NBI_DEV nbi_f32x2 merge_pair(const nbi_cuda_attend &s, uint32_t splits, uint32_t r, uint32_t h,
-                             uint32_t c)
+#define MERGE 16u /* splits whose values are asked for at once */
+
+/* Values c, c + 1 of a head of a row with n positions, from its splits, as merge_kernel makes
+ * them. */
+NBI_DEV nbi_f32x2 merge_pair(const nbi_cuda_attend &s, uint32_t splits, uint32_t r, uint32_t n,
+                             uint32_t h, uint32_t c)
 {
-    const uint32_t n = nbi_attend_length(s, r), split = nbi_attend_split(n);
+    const uint32_t split = nbi_attend_split(n);
     const uint32_t many = (n + split - 1) / split;
     const size_t step = (size_t)s.n_heads * (s.v_width + 2);
     const float *from = nbi_attend_partial(s, splits, r, 0, h), scale = nbi_attend_scale(s);
     float o[2] = {0, 0}, m = -INFINITY, l = 0;
-    for (uint32_t s0 = 0; s0 < many; s0 += 8) {
-        nbi_f32x2 x[8], ml[8];
+    for (uint32_t s0 = 0; s0 < many; s0 += MERGE) {
+        nbi_f32x2 x[MERGE], ml[MERGE];
 #pragma unroll
-        for (uint32_t i = 0; i < 8; i++) {
+        for (uint32_t i = 0; i < MERGE; i++) {
             const float *at = from + (s0 + i < many ? s0 + i : s0) * step;
             x[i] = *reinterpret_cast<const nbi_f32x2 *>(at + c);
             ml[i] = *reinterpret_cast<const nbi_f32x2 *>(at + s.v_width);
         }
 #pragma unroll
-        for (uint32_t i = 0; i < 8; i++) {
+        for (uint32_t i = 0; i < MERGE; i++) {
             if (s0 + i >= many) continue;
             const nbi_attend_fold f = nbi_attend_merge(&m, &l, ml[i].v[0], ml[i].v[1], scale);
             o[0] = nbi_attend_merged(f, o[0], x[i].v[0]);
@@ -561,14 +564,17 @@ static __global__ void expand_few_kernel(mla_product a, nbi_cuda_attend s, uint3
                        take ? from + (size_t)(block0 + row) * a.lora + c : from, take);
     }
     nbi_copy_commit();
+    __shared__ uint32_t lengths[8];
+    if (SPLITS && threadIdx.x < n) lengths[threadIdx.x] = nbi_attend_length(s, threadIdx.x);
     nbi_wait_before();
     nbi_let_next();
     if (SPLITS) {
+        __syncthreads();
         const uint32_t pairs = a.lora / 2;
         for (uint32_t i = threadIdx.x; i < 8 * pairs; i += EXPAND_THREADS) {
             const uint32_t r = i / pairs, c = i % pairs * 2;
             nbi_f32x2 x = {{0, 0}};
-            if (r < n) x = merge_pair(s, splits, r, h, c);
+            if (r < n) x = merge_pair(s, splits, r, lengths[r], h, c);
             nbi_halves(x.v[0], x.v[1], reinterpret_cast<uint32_t *>(hi + r * stride + c),
                        reinterpret_cast<uint32_t *>(lo + r * stride + c));
         }
