@@ -106,9 +106,12 @@ typedef struct nb_engine_options {
                                 them: refused when it cannot be meant on this device and model */
     const char *prefill_attention, *decode_attention; /* the same of one phase */
     const char *dsa_prefill, *dsa_decode;             /* the same of sparse attention */
-    uint32_t n_threads;    /* compute threads; 0: one per core this process may use */
-    uint32_t max_running;  /* sequences decoded together; default 64 */
-    uint32_t chunk_size;   /* prompt tokens per step; default 512 */
+    const char *mla_prefill;    /* latent attention of prompts: "auto", "absorbed", "expanded" */
+    uint32_t mla_prefill_block; /* expanded as far as whole blocks of so many tokens of the prompt
+                                   go: a power of two, at least 64; 0: 512 */
+    uint32_t n_threads;         /* compute threads; 0: one per core this process may use */
+    uint32_t max_running;       /* sequences decoded together; default 64 */
+    uint32_t chunk_size;        /* prompt tokens per step; default 512 */
     uint32_t max_context;  /* 0: the model's own limit, lowered to the KV pool if that is smaller */
     uint64_t kv_tokens;    /* tokens of the KV pool; 0: as many as the memory plan allows, at most 4
                               contexts */

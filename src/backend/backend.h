@@ -61,6 +61,8 @@ typedef struct nbi_batch {
     const int32_t *logit_rows;  /* [R] rows whose logits are wanted */
     const int32_t *hidden_rows; /* [T] drafting: row of the pass before to continue; else NULL */
     const int32_t *list_rows;   /* [T] drafting: row of the first pass it goes back to; else NULL */
+    const int32_t *expanded;    /* [S] rows at positions below attend in MLA's expanded form; NULL:
+                                   none do. Host, and for backends with ops->mla_expanded only */
     int32_t *row_fault;         /* [T] out: numerics guard, zero when fine */
 } nbi_batch;
 
@@ -146,10 +148,13 @@ typedef struct nbi_mla_append_args {
     const nbi_batch *batch;
 } nbi_mla_append_args;
 
-/* MLA, absorbed form. Per row t and head h, W = kv_b rows [h * (nope + v), ...): first nope rows
+/* MLA. Per row t and head h, W = kv_b rows [h * (nope + v), ...): first nope rows
  * W_UK, then v rows W_UV, each [kv_lora]: ql = qn . W_UK; s_j = (ql . c_j + qr . k_j) * scale over
  * the positions j <= pos[t] (only those in `select` when given); p = softmax(s) in float32; ol =
- * sum_j p_j c_j; out[t, h, d] = W_UV[d] . ol. */
+ * sum_j p_j c_j; out[t, h, d] = W_UV[d] . ol. That is the absorbed form. The expanded one, of the
+ * rows below batch->expanded, is the same with the sums in another order: k_j = W_UK . c_j and
+ * v_j = W_UV . c_j for every position and head; s_j = (qn . k_j + qr . rope key) * scale; out =
+ * sum_j p_j v_j. It has no `select`. */
 typedef struct nbi_mla_attend_args {
     void *out;              /* act [T, heads, v_dim] */
     const void *q;          /* act [T, heads, nope + rope], rotated; undefined behind the call */
@@ -315,6 +320,7 @@ typedef struct nbi_limits {
     uint32_t n_heads, n_kv_heads, head_dim, kv_lora, rope_dim, nope_dim, v_dim;
     uint32_t index_heads, index_dim, index_topk;
     uint32_t max_linear_cols, max_linear_rows; /* largest matrix sides */
+    bool mla_expanded;                         /* batches may have `expanded` */
     uint32_t vocab;
 } nbi_limits;
 
@@ -330,6 +336,7 @@ typedef struct nbi_backend_options {
 typedef struct nbi_backend_ops {
     uint32_t version, size; /* 1, sizeof(nbi_backend_ops) */
     const char *name;       /* "cpu" */
+    bool mla_expanded;      /* mla_attend knows the expanded form */
 
     nb_status (*open)(nbi_backend **out, const nbi_backend_options *opt, nb_error *err);
     void (*close)(nbi_backend **b);

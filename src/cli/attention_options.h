@@ -4,6 +4,20 @@
 #include "backend/attention_path.h"
 #include "cli/cli.h"
 
+/* `form` is a const char *, `block` a uint32_t. */
+#define NBI_MLA_OPTION_ROWS(form, block)                                                         \
+    {"mla-prefill",                                                                              \
+     NBI_OPT_STRING,                                                                             \
+     &(form),                                                                                    \
+     "FORM",                                                                                     \
+     "latent attention of prompts: auto (default), absorbed, or\nexpanded: faster for long "     \
+     "prompts, but answers are computed\nagain when they come back as part of a prompt",         \
+     false},                                                                                     \
+    {                                                                                            \
+        "mla-prefill-block", NBI_OPT_U32, &(block), "N",                                         \
+            "expanded as far as whole blocks of N tokens of the\nprompt go (default 512)", false \
+    }
+
 /* The fields are const char *. */
 #define NBI_ATTENTION_OPTION_ROWS(both, prefill, decode, dsa_prefill, dsa_decode)                 \
     {"attention-backend",                                                                         \

@@ -109,6 +109,7 @@ int nbi_cmd_bench(int argc, char **argv)
         {"moe-runner-backend", NBI_OPT_STRING, &b->moe_runner, "NAME", "default auto", false},
         NBI_ATTENTION_OPTION_ROWS(b->attention.backend, b->attention.prefill, b->attention.decode,
                                   b->attention.sparse_prefill, b->attention.sparse_decode),
+        NBI_MLA_OPTION_ROWS(b->attention.mla_prefill, b->attention.mla_block),
         {"threads", NBI_OPT_U32, &b->backend.n_threads, "N",
          "default: all cores this process may use", false},
         {"json", NBI_OPT_FLAG, &a.json, NULL, "one JSON object on stdout", false},

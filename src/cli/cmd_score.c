@@ -272,6 +272,7 @@ int nbi_cmd_score(int argc, char **argv)
         {"moe-runner-backend", NBI_OPT_STRING, &s.runner, "NAME", "default auto", false},
         NBI_ATTENTION_OPTION_ROWS(s.attention.backend, s.attention.prefill, s.attention.decode,
                                   s.attention.sparse_prefill, s.attention.sparse_decode),
+        NBI_MLA_OPTION_ROWS(s.attention.mla_prefill, s.attention.mla_block),
         {"threads", NBI_OPT_U32, &s.threads, "N", "default: all cores this process may use", false},
         {"json", NBI_OPT_FLAG, &s.json, NULL, "one JSON object on stdout", false},
         {0},

@@ -44,6 +44,7 @@ typedef struct nbi_run_options {
         NBI_ATTENTION_OPTION_ROWS((o)->engine.attention, (o)->engine.prefill_attention,            \
                                   (o)->engine.decode_attention, (o)->engine.dsa_prefill,           \
                                   (o)->engine.dsa_decode),                                         \
+        NBI_MLA_OPTION_ROWS((o)->engine.mla_prefill, (o)->engine.mla_prefill_block),               \
         {"cpu-level",                                                                              \
          NBI_OPT_STRING,                                                                           \
          &(o)->engine.cpu_level,                                                                   \

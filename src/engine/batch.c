@@ -20,6 +20,7 @@ static size_t carve(nbi_step_batch *b, char *base)
         {&b->last_row, S * sizeof(uint32_t)},
         {&b->seq_first, (S + 1) * i32},
         {&b->seq_len, S * i32},
+        {&b->expanded, S * i32},
         {&b->page_table, S * b->page_stride * i32},
         {&b->logit_rows, R * i32},
         {&b->logit_fault, R * i32},
@@ -75,6 +76,7 @@ void nbi_step_batch_clear(nbi_step_batch *b)
                           .row_seq = b->row_seq,
                           .seq_first = b->seq_first,
                           .seq_len = b->seq_len,
+                          .expanded = b->expanded,
                           .page_table = b->page_table,
                           .logit_rows = b->logit_rows,
                           .row_fault = b->row_fault};
@@ -150,6 +152,7 @@ void nbi_step_batch_add(nbi_step_batch *b, nb_request *r, uint32_t rows)
         b->page_table[(size_t)s * b->page_stride + i] = r->pages[i];
     b->seqs[s] = r;
     b->seq_len[s] = (int32_t)(r->n_cached + rows);
+    b->expanded[s] = (int32_t)r->n_expanded;
     b->view.n_rows += rows;
     b->seq_first[s + 1] = (int32_t)b->view.n_rows;
     b->seq_logit[s + 1] = b->view.n_logit_rows;

@@ -57,6 +57,7 @@ static void add_rows(nbi_step_batch *b, nb_request *r, uint32_t from, uint32_t r
         b->page_table[(size_t)s * b->page_stride + i] = r->pages[i];
     b->seqs[s] = r;
     b->seq_len[s] = (int32_t)(from + rows);
+    b->expanded[s] = (int32_t)r->n_expanded;
     b->view.n_rows += rows;
     b->seq_first[s + 1] = (int32_t)b->view.n_rows;
     if ((uint32_t)b->seq_len[s] > b->view.max_len) b->view.max_len = (uint32_t)b->seq_len[s];

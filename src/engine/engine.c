@@ -89,6 +89,7 @@ static nb_status copy_options(nb_engine *e, const nb_engine_options *o, nb_error
     e->options.decode_attention = keep_string(e, o->decode_attention, "auto");
     e->options.dsa_prefill = keep_string(e, o->dsa_prefill, "auto");
     e->options.dsa_decode = keep_string(e, o->dsa_decode, "auto");
+    e->options.mla_prefill = keep_string(e, o->mla_prefill, "auto");
     e->options.speculative_algorithm = keep_string(e, o->speculative_algorithm, "none");
     e->model_name = last_part(e, o->model_dir);
     if (!e->model_name || !e->options.kv_dtype)
@@ -147,6 +148,8 @@ static nb_status open_model(nb_engine *e, nb_error *err)
     const nbi_attention_names attention = {.backend = e->options.attention,
                                            .prefill = e->options.prefill_attention,
                                            .decode = e->options.decode_attention,
+                                           .mla_prefill = e->options.mla_prefill,
+                                           .mla_block = e->options.mla_prefill_block,
                                            .sparse_prefill = e->options.dsa_prefill,
                                            .sparse_decode = e->options.dsa_decode};
     nbi_model_options mo = {.dir = e->options.model_dir,

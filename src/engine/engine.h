@@ -77,6 +77,7 @@ struct nb_request {
     uint32_t n_end_ids;
     int32_t *tokens; /* [n_max] prompt, then answer */
     uint32_t n_prompt, n_tokens, n_max;
+    uint32_t n_expanded; /* positions of the prompt in MLA's expanded form: whole pages */
     uint32_t n_cached;   /* positions in the KV cache */
     uint32_t n_reported; /* prompt tokens whose event was written */
     int32_t *pages;      /* [n_pages_max] */
@@ -132,8 +133,8 @@ struct nb_request {
 /* One batch's host arrays. */
 typedef struct nbi_step_batch {
     nbi_batch view;
-    int32_t *ids, *pos, *row_seq, *seq_first, *seq_len, *page_table, *logit_rows, *row_fault,
-        *logit_fault;
+    int32_t *ids, *pos, *row_seq, *seq_first, *seq_len, *expanded, *page_table, *logit_rows,
+        *row_fault, *logit_fault;
     int32_t *hidden_rows, *list_rows; /* drafting: [n_rows], as in nbi_batch */
     uint32_t *last_row;  /* drafting: [n_seqs] last row of each request in the pass before */
     uint32_t *seq_logit; /* [n_seqs + 1] first logit row of each sequence */

@@ -26,15 +26,22 @@ static uint32_t shareable_pages(const nb_engine *e, const nb_request *r)
     return (r->n_tokens - 1) / NBI_PAGE_TOKENS;
 }
 
+/* Blocks are whole pages, so a page is of one form. */
+static uint32_t expanded_pages(const nb_request *r)
+{
+    return r->n_expanded / NBI_PAGE_TOKENS;
+}
+
 uint32_t nbi_request_peek_prefix(const nb_engine *e, const nb_request *r)
 {
-    return nbi_prefix_peek(&e->prefix, r->tokens, shareable_pages(e, r));
+    return nbi_prefix_peek(&e->prefix, r->tokens, shareable_pages(e, r), expanded_pages(r));
 }
 
 void nbi_request_match_prefix(nb_engine *e, nb_request *r)
 {
     NB_ASSERT(r->n_pages == 0);
-    uint32_t n = nbi_prefix_match(&e->prefix, r->tokens, shareable_pages(e, r), r->pages);
+    uint32_t n =
+        nbi_prefix_match(&e->prefix, r->tokens, shareable_pages(e, r), expanded_pages(r), r->pages);
     r->n_pages = r->n_shared = n;
     r->n_cached = n * NBI_PAGE_TOKENS;
 }
@@ -46,7 +53,8 @@ void nbi_request_share_pages(nb_engine *e, nb_request *r)
         int32_t own = r->pages[r->n_shared];
         int32_t parent = r->n_shared ? r->pages[r->n_shared - 1] : NBI_PREFIX_ROOT;
         int32_t page = nbi_prefix_insert(&e->prefix, parent, own,
-                                         r->tokens + (size_t)r->n_shared * NBI_PAGE_TOKENS);
+                                         r->tokens + (size_t)r->n_shared * NBI_PAGE_TOKENS,
+                                         r->n_shared < expanded_pages(r));
         if (page != own)
             nbi_kvpool_give(&e->pool, own); /* computed twice at the same time: the same bits */
         r->pages[r->n_shared++] = page;

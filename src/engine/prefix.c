@@ -4,9 +4,9 @@
 #include <string.h>
 
 /* FNV-1a over 32-bit words, then a finalising mix. */
-static uint64_t hash_node(int32_t parent, const int32_t *tokens)
+static uint64_t hash_node(int32_t parent, const int32_t *tokens, bool expanded)
 {
-    uint64_t h = 0xcbf29ce484222325ull ^ (uint32_t)parent;
+    uint64_t h = 0xcbf29ce484222325ull ^ (uint32_t)parent ^ (uint64_t)expanded << 32;
     for (uint32_t i = 0; i < NBI_PAGE_TOKENS; i++) h = (h ^ (uint32_t)tokens[i]) * 0x100000001b3ull;
     h ^= h >> 32;
     h *= 0x9e3779b97f4a7c15ull;
@@ -72,46 +72,54 @@ void nbi_prefix_retain(nbi_prefix *p, int32_t page)
 
 /* ---------------------------------------------------------------- lookup */
 
-static int32_t find(const nbi_prefix *p, int32_t parent, const int32_t *tokens, uint64_t hash)
+static int32_t find(const nbi_prefix *p, int32_t parent, const int32_t *tokens, bool expanded,
+                    uint64_t hash)
 {
     for (int32_t at = p->buckets[hash & (p->n_buckets - 1)]; at >= 0; at = p->nodes[at].chain) {
         const nbi_prefix_node *n = &p->nodes[at];
-        if (n->hash == hash && n->parent == parent && !memcmp(n->tokens, tokens, sizeof n->tokens))
+        if (n->hash == hash && n->parent == parent && n->expanded == expanded &&
+            !memcmp(n->tokens, tokens, sizeof n->tokens))
             return at;
     }
     return -1;
 }
 
-static uint32_t walk(const nbi_prefix *p, const int32_t *tokens, uint32_t max_pages, int32_t *pages)
+static uint32_t walk(const nbi_prefix *p, const int32_t *tokens, uint32_t max_pages,
+                     uint32_t n_expanded, int32_t *pages)
 {
     int32_t parent = NBI_PREFIX_ROOT;
     for (uint32_t i = 0; i < max_pages; i++) {
         const int32_t *page_tokens = tokens + (size_t)i * NBI_PAGE_TOKENS;
-        parent = find(p, parent, page_tokens, hash_node(parent, page_tokens) & p->hash_mask);
+        const bool form = i < n_expanded;
+        parent =
+            find(p, parent, page_tokens, form, hash_node(parent, page_tokens, form) & p->hash_mask);
         if (parent < 0) return i;
         if (pages) pages[i] = parent;
     }
     return max_pages;
 }
 
-uint32_t nbi_prefix_peek(const nbi_prefix *p, const int32_t *tokens, uint32_t max_pages)
+uint32_t nbi_prefix_peek(const nbi_prefix *p, const int32_t *tokens, uint32_t max_pages,
+                         uint32_t n_expanded)
 {
-    return walk(p, tokens, max_pages, NULL);
+    return walk(p, tokens, max_pages, n_expanded, NULL);
 }
 
-uint32_t nbi_prefix_match(nbi_prefix *p, const int32_t *tokens, uint32_t max_pages, int32_t *pages)
+uint32_t nbi_prefix_match(nbi_prefix *p, const int32_t *tokens, uint32_t max_pages,
+                          uint32_t n_expanded, int32_t *pages)
 {
-    uint32_t n = walk(p, tokens, max_pages, pages);
+    uint32_t n = walk(p, tokens, max_pages, n_expanded, pages);
     for (uint32_t i = 0; i < n; i++) nbi_prefix_retain(p, pages[i]);
     return n;
 }
 
 /* ---------------------------------------------------------------- change */
 
-int32_t nbi_prefix_insert(nbi_prefix *p, int32_t parent, int32_t page, const int32_t *tokens)
+int32_t nbi_prefix_insert(nbi_prefix *p, int32_t parent, int32_t page, const int32_t *tokens,
+                          bool expanded)
 {
-    uint64_t hash = hash_node(parent, tokens) & p->hash_mask;
-    int32_t twin = find(p, parent, tokens, hash);
+    uint64_t hash = hash_node(parent, tokens, expanded) & p->hash_mask;
+    int32_t twin = find(p, parent, tokens, expanded, hash);
     if (twin >= 0) {
         nbi_prefix_retain(p, twin);
         return twin;
@@ -125,7 +133,8 @@ int32_t nbi_prefix_insert(nbi_prefix *p, int32_t parent, int32_t page, const int
                            .older = -1,
                            .newer = -1,
                            .refs = 1,
-                           .present = true};
+                           .present = true,
+                           .expanded = expanded};
     memcpy(n->tokens, tokens, sizeof n->tokens);
     *bucket = page;
     if (parent >= 0) p->nodes[parent].children++;

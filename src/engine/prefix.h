@@ -1,11 +1,12 @@
 /* The prefix tree: full KV pages that later requests with the same beginning can share.
  *
- * A node is one page: 64 tokens behind the tokens of its parent. Nodes are found by a hash of
- * (parent, tokens) and then compared token by token, so a collision costs time and never a wrong
- * answer. A node's index is its page, so nothing is allocated after init. Pages with references are
- * in use; those without stay cached in order of last use until eviction takes the oldest, which is
- * always a leaf: a request gives its pages back from the last to the first. Used by the engine's
- * step only, so without a lock. */
+ * A node is one page: 64 tokens behind the tokens of its parent, and the form of attention in which
+ * they were computed: the same tokens in another form have other bits. Nodes are found by a hash of
+ * (parent, form, tokens) and then compared token by token, so a collision costs time and never a
+ * wrong answer. A node's index is its page, so nothing is allocated after init. Pages with
+ * references are in use; those without stay cached in order of last use until eviction takes the
+ * oldest, which is always a leaf: a request gives its pages back from the last to the first. Used
+ * by the engine's step only, so without a lock. */
 #pragma once
 
 #include "backend/backend.h"
@@ -24,6 +25,7 @@ typedef struct nbi_prefix_node {
     uint32_t refs;        /* requests that use it */
     uint32_t children;    /* nodes below it */
     bool present;         /* the page is a node */
+    bool expanded;        /* its rows were computed in MLA's expanded form */
     int32_t tokens[NBI_PAGE_TOKENS];
 } nbi_prefix_node;
 
@@ -40,17 +42,21 @@ typedef struct nbi_prefix {
 nb_status nbi_prefix_init(nbi_prefix *p, uint32_t n_pages, uint32_t hash_bits, nb_error *err);
 void nbi_prefix_deinit(nbi_prefix *p);
 
-/* Walks from the root along whole pages of tokens[0 .. 64 * max_pages); writes the pages found to
- * `pages`, each with one more reference. */
-uint32_t nbi_prefix_match(nbi_prefix *p, const int32_t *tokens, uint32_t max_pages, int32_t *pages);
+/* Walks from the root along whole pages of tokens[0 .. 64 * max_pages), the first n_expanded of
+ * them of the expanded form and the others of the absorbed one; writes the pages found to `pages`,
+ * each with one more reference. */
+uint32_t nbi_prefix_match(nbi_prefix *p, const int32_t *tokens, uint32_t max_pages,
+                          uint32_t n_expanded, int32_t *pages);
 
 /* How many pages nbi_prefix_match() would find; takes nothing. */
-uint32_t nbi_prefix_peek(const nbi_prefix *p, const int32_t *tokens, uint32_t max_pages);
+uint32_t nbi_prefix_peek(const nbi_prefix *p, const int32_t *tokens, uint32_t max_pages,
+                         uint32_t n_expanded);
 
 /* Makes `page` (full, private) a node behind `parent` with one reference and returns it. When the
  * same node exists already, that one gets the reference and is returned: the caller uses it and
  * frees its own. */
-int32_t nbi_prefix_insert(nbi_prefix *p, int32_t parent, int32_t page, const int32_t *tokens);
+int32_t nbi_prefix_insert(nbi_prefix *p, int32_t parent, int32_t page, const int32_t *tokens,
+                          bool expanded);
 
 /* One reference more to a node that has some. */
 void nbi_prefix_retain(nbi_prefix *p, int32_t page);

@@ -203,6 +203,7 @@ static nb_status fill(nb_request *r, nb_engine *e, const nb_request_options *o, 
     collect_end_ids(e, r);
     draw_seed(e, &r->sampling);
     r->n_prompt = r->n_tokens = (uint32_t)o->n_prompt;
+    r->n_expanded = nbi_model_expanded(e->model, r->n_prompt);
     r->n_max = o->sampling.max_tokens ? r->n_prompt + o->sampling.max_tokens : e->max_context;
     r->n_pages_max = (r->n_max + NBI_PAGE_TOKENS - 1) / NBI_PAGE_TOKENS;
     size_t worst = NBI_DECODER_ROOM(e->max_token_bytes) + NBI_DECODER_ROOM(0);

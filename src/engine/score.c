@@ -3,7 +3,7 @@
 
 typedef struct arrays {
     int32_t *ids, *pos, *row_seq, *logit_rows, *row_fault, *pages;
-    int32_t seq_first[2], seq_len[1];
+    int32_t seq_first[2], seq_len[1], expanded[1];
     void *block;
 } arrays;
 
@@ -42,6 +42,7 @@ static nb_status run_chunk(nbi_model *model, nbi_kv *kv, arrays *a, const int32_
                        .row_seq = a->row_seq,
                        .seq_first = a->seq_first,
                        .seq_len = a->seq_len,
+                       .expanded = a->expanded,
                        .page_table = a->pages,
                        .logit_rows = a->logit_rows,
                        .row_fault = a->row_fault};
@@ -73,6 +74,7 @@ nb_status nbi_score_run(nbi_model *model, nbi_kv *kv, const int32_t *ids, uint32
     }
     carve(&a, chunk, n_pages, a.block);
     for (uint32_t i = 0; i < n_pages; i++) a.pages[i] = (int32_t)i;
+    a.expanded[0] = (int32_t)nbi_model_expanded(model, n);
     nb_status st = NB_OK;
     for (uint32_t begin = 0; begin < n && st == NB_OK; begin += chunk) {
         uint32_t rows = n - begin < chunk ? n - begin : chunk;

@@ -96,7 +96,8 @@ static nbi_limits limits_of(const nbi_model *m, uint32_t max_rows, uint32_t max_
                       .index_heads = c->index_heads,
                       .index_dim = c->index_dim,
                       .index_topk = c->index_topk,
-                      .vocab = c->vocab};
+                      .vocab = c->vocab,
+                      .mla_expanded = m->expanded_block > 0};
     uint32_t heads_v = c->n_heads * (c->attention == NBI_ATTENTION_MLA ? c->v_dim : c->head_dim);
     const uint32_t sides[] = {
         c->hidden, 2 * c->hidden,   c->q_lora,           c->kv_lora,

@@ -106,6 +106,7 @@ struct nbi_model {
     nbi_arena arena;                  /* names, views, layers, host vectors */
     const nbi_moe_runner_ops *runner; /* NULL without experts */
     uint32_t n_layers;                /* main stack */
+    uint32_t expanded_block;          /* 0: latent attention is absorbed throughout */
     bool has_mtp;                     /* the files hold the layer */
     bool can_draft;    /* and it was asked for: cache and workspace have room for it */
     bool draft_listed; /* the last draft pass behind a forward has left lists in ws.select */

@@ -51,6 +51,36 @@ static bool find_mtp(const nbi_model *m)
     return false;
 }
 
+/* The form of latent attention for prompts. */
+static nb_status choose_form(nbi_model *m, const nbi_attention_names *names, nb_error *err)
+{
+    const char *form = names && names->mla_prefill ? names->mla_prefill : "auto";
+    const uint32_t block = names && names->mla_block ? names->mla_block : NBI_MLA_BLOCK;
+    if (strcmp(form, "auto") && strcmp(form, "absorbed") && strcmp(form, "expanded"))
+        return nbi_fail(err, NB_INVALID,
+                        "--mla-prefill is \"%s\"; expected auto, absorbed or expanded", form);
+    if (block < NBI_PAGE_TOKENS || block & (block - 1))
+        return nbi_fail(err, NB_INVALID,
+                        "--mla-prefill-block is %u; expected a power of two, at least %u", block,
+                        NBI_PAGE_TOKENS);
+    if (strcmp(form, "expanded")) return NB_OK; /* auto: docs/models.md, "Absorbed or expanded" */
+    const char *why = m->config.attention != NBI_ATTENTION_MLA ? "has no latent attention"
+                      : m->config.has_indexer    ? "chooses positions per row with its indexer"
+                      : !m->b->ops->mla_expanded ? "is absorbed only on this device"
+                                                 : NULL;
+    if (why)
+        nbi_log(NB_LOG_WARN, "--mla-prefill expanded: %s %s; prompts are as they would be without",
+                nbi_family_name(m->config.family), why);
+    else
+        m->expanded_block = block;
+    return NB_OK;
+}
+
+uint32_t nbi_model_expanded(const nbi_model *m, uint32_t n_prompt)
+{
+    return m->expanded_block ? n_prompt / m->expanded_block * m->expanded_block : 0;
+}
+
 static nb_status open_parts(nbi_model *m, const nbi_model_options *opt, nb_error *err)
 {
     NB_TRY(nbi_config_load(&m->config, opt->dir, err));
@@ -59,6 +89,7 @@ static nb_status open_parts(nbi_model *m, const nbi_model_options *opt, nb_error
     if (opt->plan)
         NB_TRY(opt->plan(opt->plan_user, &m->config, nbi_checkpoint_bytes(m->ckpt), err));
     NB_TRY(nbi_attention_choose(opt->attention, m->b, &m->config, err));
+    NB_TRY(choose_form(m, opt->attention, err));
     m->n_layers = m->config.n_layers;
     m->has_mtp = find_mtp(m);
     m->layers = nbi_arena_alloc(&m->arena, (m->n_layers + m->has_mtp) * sizeof *m->layers);

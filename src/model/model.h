@@ -33,7 +33,10 @@ nb_status nbi_model_open(nbi_model **out, nbi_backend *b, const nbi_model_option
 void nbi_model_close(nbi_model **model);
 
 const nbi_config *nbi_model_config(const nbi_model *model);
-const char *nbi_model_runner(const nbi_model *model);    /* name in use, "none" */
+const char *nbi_model_runner(const nbi_model *model); /* name in use, "none" */
+/* Positions of a prompt of so many tokens whose rows attend in MLA's expanded form
+ * (nbi_batch.expanded): whole blocks from the front. */
+uint32_t nbi_model_expanded(const nbi_model *model, uint32_t n_prompt);
 uint64_t nbi_model_weight_bytes(const nbi_model *model); /* all that was loaded */
 /* Bytes one decode step of `batch` sequences of `context` tokens must read: weights once, the
  * expected number of distinct experts, cache. */

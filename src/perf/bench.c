@@ -19,8 +19,8 @@ typedef struct bench {
     nbi_bandwidth *bandwidth; /* NULL: the device's own */
     double device_rate;
     nbi_kv kv;
-    uint32_t pages_per_seq, max_rows;
-    int32_t *ids, *pos, *row_seq, *seq_first, *seq_len, *pages, *logit_rows, *fault;
+    uint32_t pages_per_seq, max_rows, n_expanded;
+    int32_t *ids, *pos, *row_seq, *seq_first, *seq_len, *expanded, *pages, *logit_rows, *fault;
     void *block;
     double *ms, *rate; /* [repeat] */
     uint64_t random;
@@ -63,10 +63,15 @@ static size_t carve(bench *b, char *base)
     const struct {
         int32_t **at;
         size_t n;
-    } arrays[] = {{&b->ids, b->max_rows},     {&b->pos, b->max_rows},
-                  {&b->row_seq, b->max_rows}, {&b->fault, b->max_rows},
-                  {&b->seq_first, n + 1u},    {&b->seq_len, n},
-                  {&b->logit_rows, n},        {&b->pages, (size_t)n * b->pages_per_seq}};
+    } arrays[] = {{&b->ids, b->max_rows},
+                  {&b->pos, b->max_rows},
+                  {&b->row_seq, b->max_rows},
+                  {&b->fault, b->max_rows},
+                  {&b->seq_first, n + 1u},
+                  {&b->seq_len, n},
+                  {&b->expanded, n},
+                  {&b->logit_rows, n},
+                  {&b->pages, (size_t)n * b->pages_per_seq}};
     for (size_t i = 0; i < sizeof arrays / sizeof *arrays; i++) {
         const size_t at = nbi_plan_add(&plan, arrays[i].n * sizeof(int32_t));
         if (base) *arrays[i].at = (int32_t *)(void *)(base + at);
@@ -99,6 +104,7 @@ static nb_status open_all(bench *b, nb_error *err)
     b->block = nbi_calloc(1, carve(b, NULL));
     b->ms = nbi_calloc(2 * (size_t)o->repeat, sizeof *b->ms);
     if (!b->block || !b->ms) return nbi_fail(err, NB_NO_MEMORY, "bench: out of memory");
+    b->n_expanded = nbi_model_expanded(b->model, o->context + (o->prefill ? o->tokens : 0));
     b->rate = b->ms + o->repeat;
     carve(b, b->block);
     for (uint32_t i = 0; i < o->batch * b->pages_per_seq; i++) b->pages[i] = (int32_t)i;
@@ -134,6 +140,7 @@ static nb_status run_step(bench *b, uint32_t seq, uint32_t n_seqs, uint32_t pos,
         b->seq_first[s] = (int32_t)(s * rows);
         b->seq_len[s] = (int32_t)(pos + rows);
         b->logit_rows[s] = (int32_t)(s * rows + rows - 1);
+        b->expanded[s] = (int32_t)b->n_expanded;
         for (uint32_t i = 0; i < rows; i++) {
             const uint32_t at = s * rows + i;
             b->ids[at] = (int32_t)(next_random(b) % vocab);
@@ -153,6 +160,7 @@ static nb_status run_step(bench *b, uint32_t seq, uint32_t n_seqs, uint32_t pos,
                              .row_seq = b->row_seq,
                              .seq_first = b->seq_first,
                              .seq_len = b->seq_len,
+                             .expanded = b->expanded,
                              .page_table = b->pages + (size_t)seq * b->pages_per_seq,
                              .logit_rows = b->logit_rows,
                              .row_fault = b->fault};

@@ -82,6 +82,28 @@ def test_chunks(name, chunk, nibble, whole, table, tmp_path):
     settle(table, compare.judge_float32(case, got, f"reference chunk {chunk}"))
 
 
+@pytest.mark.parametrize("name", sorted(n for n in CASES if n.startswith(("lite-", "v3-"))))
+@pytest.mark.parametrize("level", ["reference", "auto"])
+def test_expanded_attention(name, level, nibble, whole, table, tmp_path):
+    """Latent attention of a prompt's first 64 tokens in the expanded form: as close to the
+    reference as the absorbed one, and the same bits in any pieces."""
+    case = CASES[name]
+    options = ("--cpu-level", level, "--kv-cache-dtype", "f32", "--mla-prefill", "expanded",
+               "--mla-prefill-block", "64")
+    assert max(map(len, case.tokens)) >= 64
+    got = compare.score(nibble, case.folder, case.tokens, tmp_path, *options, "--chunk-size", "512")
+    for chunk in (1, 7, 64):
+        cut = compare.score(nibble, case.folder, case.tokens, tmp_path, *options,
+                            "--chunk-size", str(chunk))
+        assert np.array_equal(got, cut), f"{name}: chunk {chunk} has other bits"
+    if level == "reference":
+        absorbed = compare.score(nibble, case.folder, case.tokens, tmp_path, "--cpu-level", level)
+        assert not np.array_equal(got, absorbed), "the absorbed form came back"
+        settle(table, compare.judge_float32(case, got, "expanded"))
+    else:
+        settle(table, compare.judge_loose(case, got, f"expanded {level}"))
+
+
 @BY_CASE
 @pytest.mark.parametrize("level", ["avx2", "avx512", "auto"])
 def test_levels(name, level, nibble, table, tmp_path):

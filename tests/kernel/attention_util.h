@@ -19,6 +19,7 @@ typedef struct at_mla {
     void *data, *scales;
     int32_t *select;
     float scale;
+    int32_t expanded; /* rows at positions below are in the expanded form; 0 by at_make_mla() */
 } at_mla;
 
 typedef struct at_gqa_case {

@@ -23,6 +23,11 @@ static uint32_t first_threads(nbi_cpu_level level)
 static void run_mla(nbi_cpu *cpu, const at_mla *d, const nbi_batch *b, uint32_t first, float *out)
 {
     const at_mla_case *c = &d->c;
+    int32_t expanded[4];
+    nbi_batch batch = *b;
+    assert_true(b->n_seqs <= 4 || !d->expanded);
+    for (uint32_t s = 0; s < b->n_seqs; s++) expanded[s] = d->expanded;
+    if (d->expanded) batch.expanded = expanded;
     const nbi_mla_attend_args a = {
         .out = out,
         .q = d->q + (size_t)first * c->heads * (c->nope + c->rope),
@@ -36,18 +41,20 @@ static void run_mla(nbi_cpu *cpu, const at_mla *d, const nbi_batch *b, uint32_t 
         .cache = &d->kv,
         .select = d->select ? d->select + (size_t)first * c->topk : NULL,
         .select_stride = c->topk,
-        .batch = b,
+        .batch = &batch,
     };
     cpu->base.ops->mla_attend(&cpu->base, &a);
 }
 
-static void check_mla(const at_mla_case *c, const uint32_t *lengths, const uint32_t *rows,
-                      uint32_t n_seqs)
+static void check_form(const at_mla_case *c, const uint32_t *lengths, const uint32_t *rows,
+                       uint32_t n_seqs, int32_t expanded)
 {
     at_mla d;
     at_make_mla(&d, c, lengths, rows, n_seqs);
+    d.expanded = expanded;
     const uint32_t T = d.batch.b.n_rows;
-    const nbi_limits limits = at_mla_limits(c, T, d.batch.b.max_len);
+    nbi_limits limits = at_mla_limits(c, T, d.batch.b.max_len);
+    limits.mla_expanded = expanded > 0;
     double *want = malloc((size_t)T * c->heads * c->v * sizeof *want);
     for (uint32_t i = 0; i < T * c->heads; i++)
         at_oracle_mla(&d, i / c->heads, i % c->heads, want + (size_t)i * c->v);
@@ -63,15 +70,21 @@ static void check_mla(const at_mla_case *c, const uint32_t *lengths, const uint3
                 OP_ASSERT_ERROR(
                     op_error(d.out + at, want + at, c->v), bound(level),
                     "mla %s heads %u nope %u rope %u lora %u v %u cache %s weight %s topk "
-                    "%u row %u (pos %d) head %u",
+                    "%u expanded %d row %u (pos %d) head %u",
                     nbi_cpu_level_name(level), c->heads, c->nope, c->rope, c->lora, c->v,
-                    nbi_dtype_name(c->cache), nbi_weight_kind_name(c->kind), c->topk, t,
+                    nbi_dtype_name(c->cache), nbi_weight_kind_name(c->kind), c->topk, expanded, t,
                     d.batch.pos[t], h);
             }
         op_close(cpu);
     }
     free(want);
     at_free_mla(&d);
+}
+
+static void check_mla(const at_mla_case *c, const uint32_t *lengths, const uint32_t *rows,
+                      uint32_t n_seqs)
+{
+    check_form(c, lengths, rows, n_seqs, 0);
 }
 
 static void test_mla_shapes(void **state)
@@ -106,6 +119,37 @@ static void test_mla_long(void **state)
     check_mla(&(at_mla_case){2, 4, 8, 16, 4, NBI_BF16, NBI_WEIGHT_F32, 0}, longer, both, 2);
 }
 
+/* The expanded form: random shapes, odd widths, rows of both forms in one sequence. */
+static void test_mla_expanded(void **state)
+{
+    (void)state;
+    const uint32_t lengths[] = {65, 1, 300}, rows[] = {65, 1, 60};
+    static const at_mla_case cases[] = {
+        {1, 16, 8, 32, 16, NBI_F32, NBI_WEIGHT_F32, 0},
+        {3, 20, 8, 32, 24, NBI_BF16, NBI_WEIGHT_BF16, 0},
+        {2, 128, 64, 512, 128, NBI_BF16, NBI_WEIGHT_BF16, 0},
+        {3, 16, 8, 64, 16, NBI_F32, NBI_WEIGHT_NVFP4, 0},
+        {2, 100, 8, 160, 50, NBI_BF16, NBI_WEIGHT_FP8_BLOCK, 0},
+        {3, 16, 10, 44, 17, NBI_BF16, NBI_WEIGHT_F16, 0},
+    };
+    static const int32_t below[] = {1000, 1000, 256, 64, 270, 1};
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++)
+        check_form(&cases[i], lengths, rows, 3, below[i]);
+    for (int i = 0; i < 12; i++) {
+        const at_mla_case c = {.heads = 1 + op_below(5),
+                               .nope = 1 + op_below(200),
+                               .rope = 2 + 2 * op_below(33),
+                               .lora = 8 + op_below(300),
+                               .v = 1 + op_below(200),
+                               .cache = op_below(2) ? NBI_F32 : NBI_BF16,
+                               .kind = op_below(2) ? NBI_WEIGHT_F32 : NBI_WEIGHT_BF16};
+        const uint32_t length = 1 + op_below(400), n = 1 + op_below(length < 90 ? length : 90);
+        check_form(&c, &length, &n, 1, 1 + (int32_t)op_below(400));
+    }
+    const uint32_t longer = 2100, few = 70;
+    check_form(&(at_mla_case){2, 4, 8, 16, 4, NBI_F32, NBI_WEIGHT_F32, 0}, &longer, &few, 1, 2080);
+}
+
 /* One batch, row by row, in chunks, with 1 to 3 threads: the same bits. */
 static void test_mla_bits(void **state)
 {
@@ -115,14 +159,19 @@ static void test_mla_bits(void **state)
         {3, 24, 8, 40, 16, NBI_F32, NBI_WEIGHT_BF16, 0},
         {4, 16, 8, 64, 16, NBI_BF16, NBI_WEIGHT_NVFP4, 100},
         {1, 16, 8, 72, 16, NBI_BF16, NBI_WEIGHT_F32, 0},
+        {3, 24, 8, 40, 16, NBI_BF16, NBI_WEIGHT_BF16, 0},
+        {1, 70, 8, 72, 16, NBI_F32, NBI_WEIGHT_F32, 0},
     };
+    static const int32_t below[] = {0, 0, 0, 0, 1000, 516};
     const uint32_t lengths[] = {530, 70, 1}, rows[] = {24, 70, 1};
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         at_mla d;
         at_make_mla(&d, &cases[i], lengths, rows, 3);
+        d.expanded = below[i];
         const uint32_t T = d.batch.b.n_rows;
         const size_t width = (size_t)cases[i].heads * cases[i].v;
-        const nbi_limits limits = at_mla_limits(&cases[i], T, 530);
+        nbi_limits limits = at_mla_limits(&cases[i], T, 530);
+        limits.mla_expanded = below[i] > 0;
         float *other = op_floats(T * width);
         LEVELS(level)
         {
@@ -426,17 +475,20 @@ static void bench_once(void *arg)
     if (r->gqa) run_gqa(r->cpu, r->gqa, &r->gqa->batch.b, 0, r->gqa->out);
 }
 
-static void bench_mla(uint32_t heads, uint32_t ctx, uint32_t rows, nbi_dtype dtype,
-                      double bandwidth)
+static void bench_mla_form(uint32_t heads, uint32_t ctx, uint32_t rows, nbi_dtype dtype,
+                           double bandwidth, bool expanded)
 {
     const at_mla_case c = {heads, 192, 64, 512, 256, dtype, NBI_WEIGHT_BF16, 0};
     at_mla d;
     at_make_mla(&d, &c, &ctx, &rows, 1);
-    const nbi_limits limits = at_mla_limits(&c, rows, ctx);
+    d.expanded = expanded ? INT32_MAX : 0;
+    nbi_limits limits = at_mla_limits(&c, rows, ctx);
+    limits.mla_expanded = expanded;
     double visible = 0;
     for (uint32_t t = 0; t < rows; t++) visible += d.batch.pos[t] + 1;
-    const double gmac =
-        (visible * heads * (2 * 512 + 64) + (double)rows * heads * 512 * (192 + 256)) * 1e-9;
+    const double gmac = (visible * heads * (expanded ? 512 : 2 * 512 + 64) +
+                         (double)(expanded ? ctx : rows) * heads * 512 * (192 + 256)) *
+                        1e-9;
     const double bytes = (double)ctx * 576 * (nbi_dtype_bits(dtype) / 8) + 2.0 * heads * 448 * 512;
     LEVELS(level)
     {
@@ -444,13 +496,30 @@ static void bench_mla(uint32_t heads, uint32_t ctx, uint32_t rows, nbi_dtype dty
         nbi_cpu *cpu = op_open(level, 2, &limits);
         bench_run r = {.cpu = cpu, .mla = &d};
         const double s = op_time(bench_once, &r, 9);
-        printf("  mla %-9s heads %3u ctx %6u rows %4u cache %-4s %9.1f us %6.1f GMAC/s %7.1f MB "
-               "%5.1f%% of read bandwidth\n",
-               nbi_cpu_level_name(level), heads, ctx, rows, nbi_dtype_name(dtype), s * 1e6,
-               gmac / s, bytes * 1e-6, 100 * bytes / s / bandwidth);
+        printf(
+            "  mla %-8s %-9s heads %3u ctx %6u rows %4u cache %-4s %9.1f us %6.1f GMAC/s %7.1f MB "
+            "%5.1f%% of read bandwidth\n",
+            expanded ? "expanded" : "absorbed", nbi_cpu_level_name(level), heads, ctx, rows,
+            nbi_dtype_name(dtype), s * 1e6, gmac / s, bytes * 1e-6, 100 * bytes / s / bandwidth);
         op_close(cpu);
     }
     at_free_mla(&d);
+}
+
+static void bench_mla(uint32_t heads, uint32_t ctx, uint32_t rows, nbi_dtype dtype,
+                      double bandwidth)
+{
+    bench_mla_form(heads, ctx, rows, dtype, bandwidth, false);
+}
+
+/* A chunk of a prompt in both forms, keys and values built with it (docs/models.md). */
+static void bench_forms(double bandwidth)
+{
+    static const uint32_t chunks[] = {128, 512, 2048}, contexts[] = {512, 2048, 4608, 8192};
+    for (int r = 0; r < 3; r++)
+        for (int c = 0; c < 4; c++)
+            for (int form = 0; form < 2 && contexts[c] >= chunks[r]; form++)
+                bench_mla_form(20, contexts[c], chunks[r], NBI_BF16, bandwidth, form);
 }
 
 static void bench_gqa(uint32_t heads, uint32_t kv, uint32_t dim, uint32_t ctx, uint32_t rows,
@@ -499,6 +568,7 @@ static void bench(void)
             bench_gqa(heads[h], heads[h], 256, contexts[c], 128, bw);
         }
     bench_mla(20, 4608, 512, NBI_BF16, bw);
+    bench_forms(bw);
     bench_gqa(20, 20, 256, 4608, 512, bw);
     bench_gqa(32, 4, 128, 512, 1, bw);
     bench_gqa(32, 4, 128, 32768, 1, bw);
@@ -516,9 +586,9 @@ int main(int argc, char **argv)
     }
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_mla_shapes), cmocka_unit_test(test_mla_long),
-        cmocka_unit_test(test_mla_bits),   cmocka_unit_test(test_gqa_shapes),
-        cmocka_unit_test(test_gqa_bits),   cmocka_unit_test(test_mla_append),
-        cmocka_unit_test(test_gqa_append),
+        cmocka_unit_test(test_mla_bits),   cmocka_unit_test(test_mla_expanded),
+        cmocka_unit_test(test_gqa_shapes), cmocka_unit_test(test_gqa_bits),
+        cmocka_unit_test(test_mla_append), cmocka_unit_test(test_gqa_append),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -30,16 +30,26 @@ static uint32_t draw_prompt(int32_t *tokens)
     return n;
 }
 
+/* How many of n pages are of the expanded form; rarely any but none and all, so that forms
+ * repeat. */
+static uint32_t draw_expanded(uint32_t n)
+{
+    const uint32_t kind = draw(4);
+    return kind == 0 ? 0 : kind == 1 ? draw(n + 1) : n;
+}
+
 /* What page holds, told by the test itself: tokens of the page and of all before it. */
 typedef struct content {
     int32_t tokens[LENGTH * NBI_PAGE_TOKENS];
-    uint32_t n; /* pages, this one included */
+    uint32_t n;        /* pages, this one included */
+    uint32_t expanded; /* of them, from the front */
 } content;
 
 static content held[PAGES];
 
-static void check_page(int32_t page, const int32_t *tokens, uint32_t n)
+static void check_page(int32_t page, const int32_t *tokens, uint32_t n, uint32_t expanded)
 {
+    assert_int_equal(held[page].expanded, expanded < n ? expanded : n);
     assert_int_equal(held[page].n, n);
     assert_memory_equal(held[page].tokens, tokens, n * NBI_PAGE_TOKENS * sizeof(int32_t));
 }
@@ -49,16 +59,18 @@ static uint32_t one_request(nbi_prefix *p, int32_t *free_pages, uint32_t *n_free
 {
     int32_t tokens[LENGTH * NBI_PAGE_TOKENS], pages[LENGTH];
     uint32_t n = draw_prompt(tokens);
-    assert_int_equal(nbi_prefix_peek(p, tokens, n), nbi_prefix_peek(p, tokens, n));
-    uint32_t found = nbi_prefix_match(p, tokens, n, pages);
-    for (uint32_t i = 0; i < found; i++) check_page(pages[i], tokens, i + 1);
+    const uint32_t expanded = draw_expanded(n), peeked = nbi_prefix_peek(p, tokens, n, expanded);
+    uint32_t found = nbi_prefix_match(p, tokens, n, expanded, pages);
+    assert_int_equal(found, peeked);
+    for (uint32_t i = 0; i < found; i++) check_page(pages[i], tokens, i + 1, expanded);
     for (uint32_t i = found; i < n; i++) {
         int32_t page = *n_free ? free_pages[--*n_free] : nbi_prefix_evict(p);
         assert_true(page >= 0);
         held[page].n = i + 1;
+        held[page].expanded = expanded < i + 1 ? expanded : i + 1;
         memcpy(held[page].tokens, tokens, (i + 1) * NBI_PAGE_TOKENS * sizeof(int32_t));
         pages[i] = nbi_prefix_insert(p, i ? pages[i - 1] : NBI_PREFIX_ROOT, page,
-                                     tokens + i * NBI_PAGE_TOKENS);
+                                     tokens + i * NBI_PAGE_TOKENS, i < expanded);
         assert_int_equal(pages[i], page);
     }
     for (uint32_t i = n; i-- > 0;) nbi_prefix_release(p, pages[i]);
@@ -100,17 +112,42 @@ static void twins_become_one(void **state)
     nbi_prefix p;
     int32_t tokens[NBI_PAGE_TOKENS] = {1, 2, 3}, page;
     assert_int_equal(nbi_prefix_init(&p, 4, 64, NULL), NB_OK);
-    assert_int_equal(nbi_prefix_insert(&p, NBI_PREFIX_ROOT, 0, tokens), 0);
-    assert_int_equal(nbi_prefix_insert(&p, NBI_PREFIX_ROOT, 1, tokens), 0); /* computed twice */
+    assert_int_equal(nbi_prefix_insert(&p, NBI_PREFIX_ROOT, 0, tokens, false), 0);
+    assert_int_equal(nbi_prefix_insert(&p, NBI_PREFIX_ROOT, 1, tokens, false),
+                     0); /* computed twice */
     assert_int_equal(nbi_prefix_evict(&p), -1);
     nbi_prefix_release(&p, 0);
     assert_int_equal(nbi_prefix_evict(&p), -1);
     nbi_prefix_release(&p, 0);
-    assert_int_equal(nbi_prefix_match(&p, tokens, 1, &page), 1);
+    assert_int_equal(nbi_prefix_match(&p, tokens, 1, 0, &page), 1);
     nbi_prefix_release(&p, page);
     assert_int_equal(nbi_prefix_evict(&p), 0);
-    assert_int_equal(nbi_prefix_match(&p, tokens, 1, &page), 0);
+    assert_int_equal(nbi_prefix_match(&p, tokens, 1, 0, &page), 0);
     nbi_prefix_deinit(&p);
+}
+
+/* The same tokens in two forms are two nodes, and so is what lies behind them. */
+static void forms_are_told_apart(void **state)
+{
+    (void)state;
+    nbi_prefix p;
+    int32_t tokens[2 * NBI_PAGE_TOKENS] = {1, 2, 3}, pages[2];
+    const int32_t *second = tokens + NBI_PAGE_TOKENS;
+    for (uint32_t bits = 1; bits <= 64; bits += 63) {
+        assert_int_equal(nbi_prefix_init(&p, 8, bits, NULL), NB_OK);
+        assert_int_equal(nbi_prefix_insert(&p, NBI_PREFIX_ROOT, 0, tokens, false), 0);
+        assert_int_equal(nbi_prefix_match(&p, tokens, 1, 1, pages), 0);
+        assert_int_equal(nbi_prefix_insert(&p, NBI_PREFIX_ROOT, 1, tokens, true), 1);
+        assert_int_equal(nbi_prefix_insert(&p, 0, 2, second, false), 2);
+        assert_int_equal(nbi_prefix_insert(&p, 1, 3, second, false), 3);
+        assert_int_equal(nbi_prefix_insert(&p, 1, 4, second, true), 4);
+        for (int32_t expanded = 0; expanded < 3; expanded++) {
+            assert_int_equal(nbi_prefix_match(&p, tokens, 2, (uint32_t)expanded, pages), 2);
+            assert_int_equal(pages[0], expanded > 0);
+            assert_int_equal(pages[1], 2 + expanded);
+        }
+        nbi_prefix_deinit(&p);
+    }
 }
 
 int main(void)
@@ -119,6 +156,7 @@ int main(void)
         cmocka_unit_test(pages_hold_what_they_say),
         cmocka_unit_test(collisions_change_nothing),
         cmocka_unit_test(twins_become_one),
+        cmocka_unit_test(forms_are_told_apart),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

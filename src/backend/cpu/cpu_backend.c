@@ -141,6 +141,7 @@ const nbi_backend_ops nbi_cpu_ops = {
     .version = 1,
     .size = sizeof(nbi_backend_ops),
     .name = "cpu",
+    .mla_expanded = true,
     .open = cpu_open,
     .close = cpu_close,
     .alloc = cpu_alloc,

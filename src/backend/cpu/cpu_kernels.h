@@ -1,6 +1,6 @@
 /* Inner loops of the CPU backend's attention, norms and sampler, one table per instruction level.
  *
- * Callers: elementwise.c, cpu_attend.c, mla.c, gqa.c, indexer.c, sample.c.
+ * Callers: elementwise.c, cpu_attend.c, mla.c, mla_expanded.c, gqa.c, indexer.c, sample.c.
  * Invariant: what a kernel writes for one output element is the same bits whatever the other
  * elements of the call are (tile edges repeat a neighbour instead of changing the arithmetic), so
  * drivers may cut rows, heads and positions as threads need.
@@ -15,6 +15,8 @@
 #ifdef __cplusplus
 extern "C" {
 #endif
+
+#define NBI_CPU_PANEL 64u /* columns of `product` */
 
 typedef struct nbi_cpu_kernels {
     /* Vectors per tile: chunks of heads are multiples of it. */
@@ -33,6 +35,12 @@ typedef struct nbi_cpu_kernels {
     /* out[i * ldo + c] += sum_j p[i * ldp + j] * rows[j][c], j ascending. */
     void (*mix)(float *out, size_t ldo, const float *p, size_t ldp, uint32_t n_p,
                 const void *const *rows, nbi_dtype dtype, uint32_t n_rows, uint32_t n);
+
+    /* c[i * ldc + j] = sum_k a[i * lda + k] * b[k * NBI_CPU_PANEL + j] (+ c before, when `add`);
+     * i < m, k < n_k, j < NBI_CPU_PANEL. With max_group 1 one sum per call, else calls that
+     * continue each other give the same bits as one. */
+    void (*product)(float *c, size_t ldc, const float *a, size_t lda, const float *b, uint32_t m,
+                    uint32_t n_k, bool add);
 
     /* Largest value; NaN is skipped; -inf for n = 0. */
     float (*max)(const float *x, uint32_t n);

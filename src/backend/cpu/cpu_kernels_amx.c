@@ -303,6 +303,7 @@ const nbi_cpu_kernels nbi_cpu_kernels_amx = {
     .max_group = 1,
     .dots = dots_amx,
     .mix = mix_amx,
+    .product = product,
     .max = max_of,
     .exp_sum = exp_sum,
     .log_sum = log_sum,

@@ -43,6 +43,19 @@ static void mix(float *out, size_t ldo, const float *p, size_t ldp, uint32_t n_p
         }
 }
 
+static void product(float *c, size_t ldc, const float *a, size_t lda, const float *b, uint32_t m,
+                    uint32_t n_k, bool add)
+{
+    double acc[NBI_CPU_PANEL];
+    for (uint32_t i = 0; i < m; i++) {
+        for (uint32_t j = 0; j < NBI_CPU_PANEL; j++) acc[j] = add ? (double)c[i * ldc + j] : 0;
+        for (uint32_t k = 0; k < n_k; k++)
+            for (uint32_t j = 0; j < NBI_CPU_PANEL; j++)
+                acc[j] += (double)a[i * lda + k] * (double)b[k * NBI_CPU_PANEL + j];
+        for (uint32_t j = 0; j < NBI_CPU_PANEL; j++) c[i * ldc + j] = (float)acc[j];
+    }
+}
+
 static float max_of(const float *x, uint32_t n)
 {
     float m = -INFINITY;
@@ -104,6 +117,7 @@ const nbi_cpu_kernels nbi_cpu_kernels_reference = {
     .max_group = 1,
     .dots = dots,
     .mix = mix,
+    .product = product,
     .max = max_of,
     .exp_sum = exp_sum,
     .log_sum = log_sum,

@@ -2,6 +2,8 @@
  * more rows up to a ceiling (they are then worked off in blocks). Caller: cpu.c, in `reserve`. */
 #include "backend/cpu/cpu_scratch.h"
 
+#include "backend/cpu/cpu_mla.h"
+
 /* Ceiling of the per-row part: beyond it larger blocks of rows gain nothing measurable. */
 #define ROWS_BYTES_MAX ((size_t)32 << 20)
 
@@ -23,6 +25,8 @@ size_t nbi_cpu_attention_workspace(const nbi_cpu *cpu, const nbi_limits *l)
     size_t bytes = 0;
     if (l->kv_lora)
         bytes = block_bytes(nbi_cpu_mla_fixed(threads, l), nbi_cpu_mla_row(ctx, l), l->max_rows);
+    if (l->kv_lora && l->mla_expanded)
+        bytes = larger(bytes, nbi_cpu_mla_expanded_bytes(threads, l));
     if (l->n_kv_heads && l->head_dim)
         bytes = larger(bytes, block_bytes(nbi_cpu_gqa_fixed(threads, l), nbi_cpu_gqa_row(ctx, l),
                                           l->max_rows));

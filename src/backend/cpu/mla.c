@@ -1,4 +1,5 @@
-/* Multi-head latent attention in the absorbed form: append to the latent cache, attend over it.
+/* Multi-head latent attention: append to the latent cache, attend over it; here in the absorbed
+ * form, mla_expanded.c has the other.
  *
  * Callers: the table in cpu.c.
  * Weights: W_UK is used as rows scaled by the query (axpy), W_UV as dot products, so kv_b stays the
@@ -6,6 +7,7 @@
  * each call: no second copy in memory; a step with many rows decodes a head once for up to
  * MLA_ROW_CHUNK rows. */
 #include "backend/cpu/cpu_attend.h"
+#include "backend/cpu/cpu_mla.h"
 #include "backend/cpu/cpu_scratch.h"
 
 #define MLA_ROW_CHUNK 64u
@@ -171,14 +173,16 @@ size_t nbi_cpu_mla_row(uint32_t n_positions, const nbi_limits *l)
            nbi_attend_row_bytes_max(n_positions, l->n_heads, l->kv_lora);
 }
 
-void nbi_cpu_mla_attend(nbi_backend *b, const nbi_mla_attend_args *a)
+/* Rows [first, end). */
+static void attend_absorbed(nbi_cpu *cpu, const nbi_mla_attend_args *a, uint32_t first,
+                            uint32_t end)
 {
-    nbi_cpu *cpu = nbi_cpu_of(b);
-    const uint32_t threads = nbi_pool_threads(cpu->pool), T = a->batch->n_rows;
+    const uint32_t threads = nbi_pool_threads(cpu->pool);
     const size_t esize = nbi_dtype_bits(a->cache->dtype) / 8;
-    NB_ASSERT(a->kv_b->host.rows == a->n_heads * (a->nope_dim + a->v_dim) &&
-              a->kv_b->host.cols == a->kv_lora);
-    mla m = {.a = a, .k = nbi_cpu_kernels_of(cpu->level), .q_width = a->kv_lora + a->rope_dim};
+    mla m = {.a = a,
+             .k = nbi_cpu_kernels_of(cpu->level),
+             .first = first,
+             .q_width = a->kv_lora + a->rope_dim};
     m.threads = cpu->attention;
     m.thread_bytes = head_bytes(a->nope_dim, a->v_dim, a->kv_lora);
     const size_t row_bytes = (size_t)a->n_heads * m.q_width * sizeof(float);
@@ -204,8 +208,9 @@ void nbi_cpu_mla_attend(nbi_backend *b, const nbi_mla_attend_args *a)
                      .q_stride = (size_t)a->n_heads * m.q_width,
                      .out_stride = (size_t)a->n_heads * m.q_width,
                      .out_head = m.q_width};
-    for (; m.first < T; m.first += m.n_rows) {
+    for (; m.first < end; m.first += m.n_rows) {
         m.n_rows = nbi_attend_rows(&at, m.first, cpu->attention_bytes - fixed, row_bytes + 64);
+        if (m.n_rows > end - m.first) m.n_rows = end - m.first;
         NB_ASSERT(m.n_rows > 0);
         char *ws = (char *)cpu->attention + threads * m.thread_bytes;
         m.q = (float *)(void *)ws;
@@ -213,5 +218,36 @@ void nbi_cpu_mla_attend(nbi_backend *b, const nbi_mla_attend_args *a)
         nbi_pool_run(cpu->pool, absorb_task, &m, a->n_heads * row_chunks(&m), 1);
         nbi_attend_run(&at, m.first, m.n_rows, ws + (m.n_rows * row_bytes + 63) / 64 * 64);
         nbi_pool_run(cpu->pool, expand_task, &m, a->n_heads * row_chunks(&m), 1);
+    }
+}
+
+static bool is_expanded(const nbi_batch *b, uint32_t t)
+{
+    return b->expanded && b->pos[t] < b->expanded[b->row_seq[t]];
+}
+
+/* Where the rows from t on that are attended together end: those of another form, and in the
+ * expanded form of another sequence, are not. */
+static uint32_t end_of_run(const nbi_batch *b, uint32_t t)
+{
+    const bool form = is_expanded(b, t);
+    uint32_t end = t + 1;
+    while (end < b->n_rows && is_expanded(b, end) == form &&
+           (!form || b->row_seq[end] == b->row_seq[t]))
+        end++;
+    return end;
+}
+
+void nbi_cpu_mla_attend(nbi_backend *b, const nbi_mla_attend_args *a)
+{
+    nbi_cpu *cpu = nbi_cpu_of(b);
+    NB_ASSERT(a->kv_b->host.rows == a->n_heads * (a->nope_dim + a->v_dim) &&
+              a->kv_b->host.cols == a->kv_lora);
+    for (uint32_t t = 0, end; t < a->batch->n_rows; t = end) {
+        end = end_of_run(a->batch, t);
+        if (is_expanded(a->batch, t))
+            nbi_cpu_mla_expanded(cpu, a, t, end - t);
+        else
+            attend_absorbed(cpu, a, t, end);
     }
 }

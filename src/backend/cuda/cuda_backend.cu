@@ -373,6 +373,7 @@ const nbi_backend_ops nbi_cuda_ops = {
     .version = 1,
     .size = sizeof(nbi_backend_ops),
     .name = "cuda",
+    .mla_expanded = false,
     .open = cuda_open,
     .close = cuda_close,
     .alloc = cuda_alloc,
