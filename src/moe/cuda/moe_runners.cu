@@ -60,9 +60,13 @@ static void run_gemv(nbi_backend *b, const nbi_moe_layer *l, const nbi_moe_args 
 static void run_stream(nbi_backend *b, const nbi_moe_layer *l, const nbi_moe_args *a)
 {
     nbi_cuda *c = nbi_cuda_of(b);
-    if (!nbi_moe_rows_fits(c, l, a->n_rows)) return run_gemv(b, l, a);
+    const bool one = nbi_moe_one_fits(c, l, a->n_rows);
+    if (!one && !nbi_moe_rows_fits(c, l, a->n_rows)) return run_gemv(b, l, a);
     nbi_cuda_flush(c);
-    nbi_moe_rows_run(c, l, a);
+    if (one)
+        nbi_moe_one_run(c, l, a);
+    else
+        nbi_moe_rows_run(c, l, a);
 }
 
 static void run_grouped(nbi_backend *b, const nbi_moe_layer *l, const nbi_moe_args *a)
@@ -75,7 +79,8 @@ static void run_best(nbi_backend *b, const nbi_moe_layer *l, const nbi_moe_args 
 {
     nbi_cuda *c = nbi_cuda_of(b);
     const bool some = a->n_rows * l->shape.top_k < ROWS_PAIRS * l->shape.n_experts;
-    if (some && nbi_moe_rows_fits(c, l, a->n_rows)) return run_stream(b, l, a);
+    if (nbi_moe_one_fits(c, l, a->n_rows) || (some && nbi_moe_rows_fits(c, l, a->n_rows)))
+        return run_stream(b, l, a);
     if (a->n_rows <= GEMV_ROWS && nbi_moe_gemv_fits(c, &l->shape))
         run_gemv(b, l, a);
     else
