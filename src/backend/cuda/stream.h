@@ -46,9 +46,8 @@ struct nbi_stream_plan {
     uint32_t group_inv;   /* u / group is u * group_inv >> 16 */
     uint32_t stages;      /* of the ring; with fewer units than `warps` it does not fit */
     uint32_t stage_bytes;
-    uint32_t window;     /* units between two barriers: whoever waits for a stage must know that the
-                            unit before in it is done with, which is at most the ring before; none
-                            where the same warp has had that one */
+    uint32_t window;     /* units between two barriers: at most the ring, so that whoever waits for
+                            a stage knows that the unit before in it is done with */
     uint32_t pad_tokens; /* tokens that x has room for: 1, 8 or 16 */
     uint32_t sum_floats; /* of a unit */
     uint32_t x_bytes, scale_bytes, shared; /* of shared memory */
@@ -102,11 +101,7 @@ inline nbi_stream_plan nbi_stream_plan_for(nbi_weight_kind kind, uint32_t n_part
         p.shared = rest + p.stages * p.stage_bytes;
         if (p.stages * p.group >= p.warps) break;
     }
-    /* 16-bit weights: a warp for every stage */
-    if (p.group == 1 && p.stages > p.warps && p.warps)
-        p.warps = p.stages < NBI_STREAM_WARPS ? p.stages : NBI_STREAM_WARPS;
-    const uint32_t ring = p.stages * p.group;
-    if (p.warps) p.window = ring % p.warps ? ring / p.warps * p.warps : ~0u;
+    p.window = p.stages * p.group / (p.warps ? p.warps : 1) * p.warps;
     return p;
 }
 
