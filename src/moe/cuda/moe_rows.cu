@@ -49,7 +49,7 @@ struct rows_shared {
     uint32_t *count, *next, *start; /* [n_experts]: pairs; next place; first place, entry << 16 */
     uint32_t *total;                /* entries of all experts */
     entry *mine;                    /* entries of the block */
-    uint16_t *pair;                 /* at a place */
+    uint16_t *pair, *unsorted;      /* at a place */
 };
 
 __host__ __device__ inline uint32_t row_pitch(uint32_t n_kt)
@@ -81,6 +81,7 @@ __host__ __device__ inline uint32_t lay_out(rows_shared *s, char *base, const ro
     take(&s->total, 4);
     take(&s->mine, a.entries * (uint32_t)sizeof(entry));
     take(&s->pair, a.n_pairs * 2);
+    take(&s->unsorted, a.n_pairs * 2);
     return at;
 }
 
@@ -114,8 +115,8 @@ static NBI_DEV void scan_experts(const rows_args &a, const rows_shared &s)
     }
 }
 
-/* The order of an expert's pairs among themselves is left open: columns of a product do not touch
- * each other. Ids are read past the L1 cache. */
+/* Pairs of an expert stand in order: blocks that share an entry must agree which pairs it has. Ids
+ * are read past the L1 cache. */
 static NBI_DEV void sort_pairs(const rows_args &a, const rows_shared &s)
 {
     constexpr uint32_t EACH = PAIRS_MAX / 256;
@@ -137,7 +138,17 @@ static NBI_DEV void sort_pairs(const rows_args &a, const rows_shared &s)
 #pragma unroll
     for (uint32_t j = 0; j < EACH; j++)
         if (id[j] >= 0)
-            s.pair[atomicAdd(&s.next[id[j]], 1u)] = (uint16_t)(j * blockDim.x + threadIdx.x);
+            s.unsorted[atomicAdd(&s.next[id[j]], 1u)] = (uint16_t)(j * blockDim.x + threadIdx.x);
+    __syncthreads();
+#pragma unroll
+    for (uint32_t j = 0; j < EACH; j++) {
+        if (id[j] < 0) continue;
+        const uint32_t own = j * blockDim.x + threadIdx.x, n = s.count[id[j]];
+        const uint32_t first = s.start[id[j]] & 0xffffu;
+        uint32_t at = first;
+        for (uint32_t q = first; q < first + n; q++) at += s.unsorted[q] < own;
+        s.pair[at] = (uint16_t)own;
+    }
 }
 
 /* Entries first ... last of all go to mine[]. A barrier follows. */
