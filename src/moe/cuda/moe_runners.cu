@@ -9,6 +9,9 @@
 /* Rows up to which streaming every chosen expert's weights once is the whole cost. */
 #define GEMV_ROWS 8u
 
+/* Rows from which moe_rows.cu is ahead of moe_gemv.cu. */
+#define ROWS_LEAST 5u
+
 /* Pairs of an expert, on average, from which grouped products are ahead of streamed ones. */
 #define ROWS_PAIRS 12u
 
@@ -78,7 +81,8 @@ static void run_grouped(nbi_backend *b, const nbi_moe_layer *l, const nbi_moe_ar
 static void run_best(nbi_backend *b, const nbi_moe_layer *l, const nbi_moe_args *a)
 {
     nbi_cuda *c = nbi_cuda_of(b);
-    const bool some = a->n_rows * l->shape.top_k < ROWS_PAIRS * l->shape.n_experts;
+    const bool some =
+        a->n_rows >= ROWS_LEAST && a->n_rows * l->shape.top_k < ROWS_PAIRS * l->shape.n_experts;
     if (nbi_moe_one_fits(c, l, a->n_rows) || (some && nbi_moe_rows_fits(c, l, a->n_rows)))
         return run_stream(b, l, a);
     if (a->n_rows <= GEMV_ROWS && nbi_moe_gemv_fits(c, &l->shape))
