@@ -106,7 +106,8 @@ typedef struct nb_engine_options {
                                 them: refused when it cannot be meant on this device and model */
     const char *prefill_attention, *decode_attention; /* the same of one phase */
     const char *dsa_prefill, *dsa_decode;             /* the same of sparse attention */
-    const char *mla_prefill;    /* latent attention of prompts: "auto", "absorbed", "expanded" */
+    const char *mla_prefill;    /* latent attention of prompts: "absorbed", "expanded" or "auto":
+                                   expanded with disable_prefix_cache, where that is faster */
     uint32_t mla_prefill_block; /* expanded as far as whole blocks of so many tokens of the prompt
                                    go: a power of two, at least 64; 0: 512 */
     uint32_t n_threads;         /* compute threads; 0: one per core this process may use */

@@ -16,9 +16,10 @@ extern "C" {
 
 /* As the options of the same names; NULL or "auto": the device's own. */
 typedef struct nbi_attention_names {
-    const char *backend;          /* --attention-backend: of both phases */
-    const char *mla_prefill;      /* --mla-prefill: "absorbed", "expanded"; NULL or "auto" */
-    uint32_t mla_block;           /* --mla-prefill-block; 0: NBI_MLA_BLOCK */
+    const char *backend;     /* --attention-backend: of both phases */
+    const char *mla_prefill; /* --mla-prefill: "absorbed", "expanded"; NULL or "auto" */
+    uint32_t mla_block;      /* --mla-prefill-block; 0: NBI_MLA_BLOCK */
+    bool unshared;           /* no request uses another's pages: "auto" takes the faster form */
     const char *prefill, *decode; /* --prefill-attention-backend, --decode-attention-backend */
     const char *sparse_prefill, *sparse_decode; /* --dsa-prefill-backend, --dsa-decode-backend */
 } nbi_attention_names;

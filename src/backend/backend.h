@@ -402,6 +402,7 @@ struct nbi_backend {
     bool w4a4;             /* NVFP4 activations, as the options asked */
     uint64_t memory_bytes; /* of the device, free when it was opened; 0: it is the host's */
     uint32_t sm;           /* GPU: compute capability, 90 for 9.0; else 0 */
+    bool expands_fast;     /* the expanded form of long prompts (mla_expanded) beats the absorbed */
     char description[64];  /* "cpu (amx, 2 threads)" */
 };
 

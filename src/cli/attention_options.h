@@ -10,8 +10,9 @@
      NBI_OPT_STRING,                                                                             \
      &(form),                                                                                    \
      "FORM",                                                                                     \
-     "latent attention of prompts: auto (default), absorbed, or\nexpanded: faster for long "     \
-     "prompts, but answers are computed\nagain when they come back as part of a prompt",         \
+     "latent attention of prompts: absorbed, or expanded: faster\nfor long prompts, but "        \
+     "answers are computed again when they\ncome back as part of a prompt; auto (default): "     \
+     "expanded where\nthe prefix cache is off",                                                  \
      false},                                                                                     \
     {                                                                                            \
         "mla-prefill-block", NBI_OPT_U32, &(block), "N",                                         \

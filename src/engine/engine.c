@@ -150,6 +150,7 @@ static nb_status open_model(nb_engine *e, nb_error *err)
                                            .decode = e->options.decode_attention,
                                            .mla_prefill = e->options.mla_prefill,
                                            .mla_block = e->options.mla_prefill_block,
+                                           .unshared = e->options.disable_prefix_cache,
                                            .sparse_prefill = e->options.dsa_prefill,
                                            .sparse_decode = e->options.dsa_decode};
     nbi_model_options mo = {.dir = e->options.model_dir,

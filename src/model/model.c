@@ -63,16 +63,18 @@ static nb_status choose_form(nbi_model *m, const nbi_attention_names *names, nb_
         return nbi_fail(err, NB_INVALID,
                         "--mla-prefill-block is %u; expected a power of two, at least %u", block,
                         NBI_PAGE_TOKENS);
-    if (strcmp(form, "expanded")) return NB_OK; /* auto: docs/models.md, "Absorbed or expanded" */
+    /* auto: docs/models.md, "Absorbed or expanded" */
+    const bool asked = !strcmp(form, "expanded");
+    if (!asked && (strcmp(form, "auto") || !names || !names->unshared || !m->b->expands_fast))
+        return NB_OK;
     const char *why = m->config.attention != NBI_ATTENTION_MLA ? "has no latent attention"
                       : m->config.has_indexer    ? "chooses positions per row with its indexer"
                       : !m->b->ops->mla_expanded ? "is absorbed only on this device"
                                                  : NULL;
-    if (why)
+    if (why && asked)
         nbi_log(NB_LOG_WARN, "--mla-prefill expanded: %s %s; prompts are as they would be without",
                 nbi_family_name(m->config.family), why);
-    else
-        m->expanded_block = block;
+    if (!why) m->expanded_block = block;
     return NB_OK;
 }
 

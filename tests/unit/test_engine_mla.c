@@ -17,6 +17,7 @@ typedef struct setup {
     uint32_t block, chunk, running;
     uint64_t kv_tokens;
     bool no_cache;
+    const char *level; /* at most; NULL: the machine's */
 } setup;
 
 typedef struct answer {
@@ -35,6 +36,7 @@ static nb_engine *open_engine(const setup *s)
     o.max_context = CONTEXT;
     o.n_threads = 2;
     o.mla_prefill = s->form;
+    o.cpu_level = s->level ? s->level : "auto";
     o.mla_prefill_block = s->block;
     o.chunk_size = s->chunk ? s->chunk : 512;
     o.max_running = s->running ? s->running : 1;
@@ -216,6 +218,30 @@ static void answers_come_back(void **state)
     nb_engine_close(&e);
 }
 
+static answer ask_form(const char *form, bool no_cache, const int32_t *prompt, uint32_t n)
+{
+    nb_engine *e =
+        open_engine(&(setup){.form = form, .block = 64, .no_cache = no_cache, .level = "avx512"});
+    const answer a = ask(e, prompt, n, true);
+    nb_engine_close(&e);
+    return a;
+}
+
+/* auto: expanded where requests do not share pages, absorbed where they do. */
+static void auto_follows_the_prefix_cache(void **state)
+{
+    (void)state;
+    int32_t prompt[CONTEXT];
+    make_prompt(prompt, 300, 300, 0);
+    const answer absorbed = ask_form("absorbed", true, prompt, 300);
+    const answer expanded = ask_form("expanded", true, prompt, 300);
+    const answer shared = ask_form("auto", false, prompt, 300);
+    const answer unshared = ask_form("auto", true, prompt, 300);
+    assert_same(&shared, &absorbed);
+    assert_same(&unshared, &expanded);
+    assert_memory_not_equal(absorbed.prompt, expanded.prompt, sizeof absorbed.prompt);
+}
+
 static void bad_settings_are_refused(void **state)
 {
     (void)state;
@@ -248,6 +274,7 @@ int main(void)
         cmocka_unit_test(same_bits_together_and_preempted),
         cmocka_unit_test(cached_pages_carry_their_form),
         cmocka_unit_test(answers_come_back),
+        cmocka_unit_test(auto_follows_the_prefix_cache),
         cmocka_unit_test(bad_settings_are_refused),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

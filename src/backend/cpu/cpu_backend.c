@@ -18,6 +18,7 @@ static nb_status cpu_open(nbi_backend **out, const nbi_backend_options *opt, nb_
     cpu->base.act_dtype = NBI_F32;
     const nbi_cpu_level have = nbi_cpu_detect();
     cpu->level = opt->cpu_level < have ? opt->cpu_level : have;
+    cpu->base.expands_fast = cpu->level != NBI_CPU_AMX; /* whose tiles are for the absorbed form */
     cpu->base.w4a4 = cpu->w4a4 = opt->w4a4;
     NB_TRY_OR(st, nbi_pool_create(&cpu->pool, opt->n_threads, err), fail);
     const unsigned n = nbi_pool_threads(cpu->pool);
