@@ -391,19 +391,26 @@ static double compare_cache(const attention *a, const nbi_gate_buffer *part, siz
     return square > 0 ? most / sqrt(square / n) : (double)INFINITY;
 }
 
-static double append_error_mla(const attention *a, uint32_t t, uint32_t h, double *w)
+/* q of a row and head, normed and rotated: what the operators leave of it is not defined. */
+static const double *rotated_q(const attention *a, uint32_t t, uint32_t h, double *q)
+{
+    const nbi_config *c = a->c;
+    const float *raw = a->raw_q + ((size_t)t * c->n_heads + h) * a->q_width;
+    for (uint32_t i = 0; i < a->q_width; i++) q[i] = (double)raw[i];
+    if (!a->mla && a->layer->gqa.q_norm) norm(q, c->head_dim, a->norm_a, (double)c->norm_eps);
+    rotate(a, q + (a->mla ? c->nope_dim : 0), (uint32_t)a->pos[t], c->rope.interleaved);
+    return q;
+}
+
+static double append_error_mla(const attention *a, uint32_t t, double *w)
 {
     const nbi_config *c = a->c;
     const float *kv = a->raw_kv + (size_t)t * a->k_width;
-    const size_t q_at = ((size_t)t * c->n_heads + h) * a->q_width;
     const uint32_t pos = (uint32_t)a->pos[t];
     for (uint32_t i = 0; i < a->k_width; i++) w[i] = (double)kv[i];
     norm(w, c->kv_lora, a->norm_a, (double)c->latent_norm_eps);
     rotate(a, w + c->kv_lora, pos, c->rope.interleaved);
-    const double e = compare_cache(a, &a->latent, slot_of(a, t, pos) * a->k_width, w, a->k_width);
-    for (uint32_t i = 0; i < a->q_width; i++) w[i] = (double)a->raw_q[q_at + i];
-    rotate(a, w + c->nope_dim, pos, c->rope.interleaved);
-    return fmax(e, nbi_gate_error((const float *)a->q.host + q_at, w, a->q_width));
+    return compare_cache(a, &a->latent, slot_of(a, t, pos) * a->k_width, w, a->k_width);
 }
 
 static double append_error_gqa(const attention *a, uint32_t t, uint32_t h, double *w)
@@ -411,18 +418,14 @@ static double append_error_gqa(const attention *a, uint32_t t, uint32_t h, doubl
     const nbi_config *c = a->c;
     const uint32_t d = c->head_dim, kv = h / (c->n_heads / c->n_kv_heads),
                    pos = (uint32_t)a->pos[t];
-    const size_t q_at = ((size_t)t * c->n_heads + h) * d, k_at = (size_t)t * a->k_width + kv * d;
+    const size_t k_at = (size_t)t * a->k_width + kv * d;
     const size_t at = head_at(a, slot_of(a, t, pos), kv);
     for (uint32_t i = 0; i < d; i++) w[i] = (double)a->raw_v[k_at + i];
     double e = compare_cache(a, &a->v_part, at, w, d);
     for (uint32_t i = 0; i < d; i++) w[i] = (double)a->raw_kv[k_at + i];
     if (a->layer->gqa.k_norm) norm(w, d, a->norm_b, (double)c->norm_eps);
     rotate(a, w, pos, c->rope.interleaved);
-    e = fmax(e, compare_cache(a, &a->k_part, at, w, d));
-    for (uint32_t i = 0; i < d; i++) w[i] = (double)a->raw_q[q_at + i];
-    if (a->layer->gqa.q_norm) norm(w, d, a->norm_a, (double)c->norm_eps);
-    rotate(a, w, pos, c->rope.interleaved);
-    return fmax(e, nbi_gate_error((const float *)a->q.host + q_at, w, d));
+    return fmax(e, compare_cache(a, &a->k_part, at, w, d));
 }
 
 static double index_append_error(const attention *a, uint32_t t, double *w)
@@ -501,13 +504,13 @@ static double attend_error_mla(const attention *a, uint32_t t, uint32_t h, doubl
     const nbi_config *c = a->c;
     const nbi_matrix *kv_b = &a->layer->mla.kv_b->host;
     const size_t at = (size_t)t * c->n_heads + h;
-    const float *q = (const float *)a->q.host + at * a->q_width;
     double *ql = w, *ol = w + c->kv_lora, *out = ol + c->kv_lora;
+    const double *q = rotated_q(a, t, h, out + c->v_dim);
     uint32_t n = 0;
     memset(ql, 0, 2 * (size_t)c->kv_lora * sizeof *ql);
     for (uint32_t i = 0; i < c->nope_dim; i++) {
         nbi_matrix_row(kv_b, h * (c->nope_dim + c->v_dim) + i, a->row);
-        for (uint32_t l = 0; l < c->kv_lora; l++) ql[l] += (double)q[i] * (double)a->row[l];
+        for (uint32_t l = 0; l < c->kv_lora; l++) ql[l] += q[i] * (double)a->row[l];
     }
     for (int32_t p; (p = position(a, t, n)) >= 0; n++) {
         const size_t base = slot_of(a, t, (uint32_t)p) * a->k_width;
@@ -515,8 +518,7 @@ static double attend_error_mla(const attention *a, uint32_t t, uint32_t h, doubl
         for (uint32_t l = 0; l < c->kv_lora; l++)
             s += ql[l] * (double)cache_at(a, &a->latent, base + l);
         for (uint32_t i = 0; i < c->rope_dim; i++)
-            s +=
-                (double)q[c->nope_dim + i] * (double)cache_at(a, &a->latent, base + c->kv_lora + i);
+            s += q[c->nope_dim + i] * (double)cache_at(a, &a->latent, base + c->kv_lora + i);
         a->scores[n] = s * (double)c->softmax_scale;
     }
     softmax(a->scores, n);
@@ -539,12 +541,11 @@ static double attend_error_gqa(const attention *a, uint32_t t, uint32_t h, doubl
     const uint32_t d = c->head_dim, kv = h / (c->n_heads / c->n_kv_heads),
                    n = (uint32_t)a->pos[t] + 1;
     const size_t at = ((size_t)t * c->n_heads + h) * d;
-    const float *q = (const float *)a->q.host + at;
+    const double *q = rotated_q(a, t, h, out + d);
     for (uint32_t p = 0; p < n; p++) {
         const size_t base = head_at(a, slot_of(a, t, p), kv);
         double s = 0;
-        for (uint32_t i = 0; i < d; i++)
-            s += (double)q[i] * (double)cache_at(a, &a->k_part, base + i);
+        for (uint32_t i = 0; i < d; i++) s += q[i] * (double)cache_at(a, &a->k_part, base + i);
         a->scores[p] = s * (double)c->softmax_scale;
     }
     softmax(a->scores, n);
@@ -565,7 +566,7 @@ static double row_error(const attention *a, uint32_t t)
     double error = 0;
     for (uint32_t i = 0; i < HEADS; i++) {
         const uint32_t h = i * (c->n_heads - 1) / (HEADS - 1);
-        error = fmax(error, a->mla ? append_error_mla(a, t, h, a->values)
+        error = fmax(error, a->mla ? append_error_mla(a, t, a->values)
                                    : append_error_gqa(a, t, h, a->values));
         error = fmax(error, a->mla ? attend_error_mla(a, t, h, a->values)
                                    : attend_error_gqa(a, t, h, a->values));
@@ -579,8 +580,7 @@ static double row_error(const attention *a, uint32_t t)
 static double step_error(attention *a)
 {
     const uint32_t T = a->batch.n_rows;
-    const nbi_gate_buffer *parts[] = {&a->latent,     &a->k_part, &a->v_part,
-                                      &a->index_part, &a->q,      &a->out};
+    const nbi_gate_buffer *parts[] = {&a->latent, &a->k_part, &a->v_part, &a->index_part, &a->out};
     const size_t width = (size_t)a->c->n_heads * a->v_width;
     double error = 0;
     for (size_t i = 0; i < sizeof parts / sizeof *parts; i++)
