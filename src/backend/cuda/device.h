@@ -352,7 +352,7 @@ NBI_DEV nbi_f32x4 nbi_load_again(const float *p)
 NBI_DEV void nbi_copy_async(void *shared, const void *src, bool take = true)
 {
 #if NBI_EMULATED
-    nbi_emu_copy_async(shared, src, take, 16);
+    nbi_emu_copy_async(shared, src, take);
 #else
     const uint32_t to = (uint32_t)__cvta_generic_to_shared(shared);
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(src),
@@ -377,19 +377,6 @@ template <int N> NBI_DEV void nbi_copy_wait()
     nbi_emu_copy_wait(N);
 #else
     asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
-#endif
-}
-
-/* 4 bytes, else as nbi_copy_async(). */
-NBI_DEV void nbi_copy_async4(void *shared, const void *src, bool take = true)
-{
-#if NBI_EMULATED
-    nbi_emu_copy_async(shared, src, take, 4);
-#else
-    const uint32_t to = (uint32_t)__cvta_generic_to_shared(shared);
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(src),
-                 "r"(take ? 4 : 0)
-                 : "memory");
 #endif
 }
 
@@ -436,17 +423,6 @@ NBI_DEV void nbi_bar_expect(uint64_t *bar, uint32_t bytes)
                  : "memory");
 #else
     __trap();
-#endif
-}
-
-/* Arrives when this thread's asynchronous copies so far (nbi_copy_async()) are there. */
-NBI_DEV void nbi_bar_arrive_copied(uint64_t *bar)
-{
-#if NBI_EMULATED
-    nbi_emu_bar_arrive_copied(bar);
-#else
-    const uint32_t at = (uint32_t)__cvta_generic_to_shared(bar);
-    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(at) : "memory");
 #endif
 }
 
@@ -556,9 +532,7 @@ NBI_DEV void nbi_mma_f16(float d[4], const uint32_t a[4], const uint32_t b[2])
 
 /* ---------------------------------------------------------------- warpgroup products, 9.0 only */
 
-/* Writes to shared memory that this thread knows of become known to wgmma; a barrier behind for
- * others. It waits for the thread's own copies that are on their way: who has any should leave it
- * to a thread that has none. */
+/* Writes of this thread to shared memory become known to wgmma; a barrier behind for others. */
 NBI_DEV void nbi_shared_to_async()
 {
 #if !NBI_EMULATED && NBI_SM90

@@ -25,7 +25,7 @@ struct pending_copy {
     void *to;
     const void *from;
     bool take;
-    unsigned group, bytes;
+    unsigned group;
 };
 
 struct pending_wgmma {
@@ -38,10 +38,9 @@ struct pending_wgmma {
 
 struct bulk_copy {
     void *to;
-    const void *from; /* NULL: zeros */
+    const void *from;
     uint32_t bytes;
     uint64_t *bar;
-    bool arrives; /* at bar; else its bytes were announced there */
 };
 
 /* An mbarrier: 64 bits of shared memory. */
@@ -184,17 +183,10 @@ static bool land_bulk_copy()
     if (bulk.empty()) return false;
     const bulk_copy c = bulk.front();
     bulk.pop_front();
-    if (c.from)
-        memcpy(c.to, c.from, c.bytes);
-    else
-        memset(c.to, 0, c.bytes);
-    if (c.arrives) {
-        nbi_emu_bar_arrive(c.bar, 0);
-    } else if (c.bar) {
-        bar_state s = bar_load(c.bar);
-        s.bytes -= (int32_t)c.bytes;
-        bar_store(c.bar, s);
-    }
+    memcpy(c.to, c.from, c.bytes);
+    bar_state s = bar_load(c.bar);
+    s.bytes -= (int32_t)c.bytes;
+    bar_store(c.bar, s);
     return true;
 }
 
@@ -319,16 +311,16 @@ const unsigned char *nbi_emu_exchange(const void *value, size_t bytes)
     return warp;
 }
 
-void nbi_emu_copy_async(void *shared, const void *src, bool take, unsigned bytes)
+void nbi_emu_copy_async(void *shared, const void *src, bool take)
 {
     fiber *f = current();
-    if (f->n_copies == COPIES_MAX || (((uintptr_t)shared | (uintptr_t)src) & (bytes - 1))) {
+    if (f->n_copies == COPIES_MAX || ((uintptr_t)shared & 15u) || ((uintptr_t)src & 15u)) {
         fprintf(stderr,
                 "CUDA emulation: asynchronous copy %u from %p to %p: too many or unaligned\n",
                 f->n_copies, src, shared);
         abort();
     }
-    f->copies[f->n_copies++] = {shared, src, take, f->group, bytes};
+    f->copies[f->n_copies++] = {shared, src, take, f->group};
 }
 
 void nbi_emu_copy_commit()
@@ -345,9 +337,9 @@ void nbi_emu_copy_wait(int left)
         if (left && c.group + (unsigned)left >= f->group)
             f->copies[kept++] = c;
         else if (c.take)
-            memcpy(c.to, c.from, c.bytes);
+            memcpy(c.to, c.from, 16);
         else
-            memset(c.to, 0, c.bytes);
+            memset(c.to, 0, 16);
     }
     f->n_copies = kept;
 }
@@ -370,18 +362,6 @@ void nbi_emu_bar_arrive(uint64_t *bar, uint32_t bytes)
     bar_store(bar, s);
 }
 
-/* The copies land as bulk copies do, the arrival behind them. */
-void nbi_emu_bar_arrive_copied(uint64_t *bar)
-{
-    fiber *f = current();
-    for (unsigned i = 0; i < f->n_copies; i++) {
-        const pending_copy c = f->copies[i];
-        bulk.push_back({c.to, c.take ? c.from : NULL, c.bytes, NULL, false});
-    }
-    f->n_copies = 0;
-    bulk.push_back({NULL, NULL, 0, bar, true});
-}
-
 void nbi_emu_bar_wait(uint64_t *bar, uint32_t parity)
 {
     fiber *f = current();
@@ -398,7 +378,7 @@ void nbi_emu_copy_bulk(void *shared, const void *src, uint32_t bytes, uint64_t *
                 bytes, src, shared);
         abort();
     }
-    bulk.push_back({shared, src, bytes, bar, false});
+    bulk.push_back({shared, src, bytes, bar});
 }
 
 void nbi_emu_sync_some(uint32_t id, uint32_t threads)

@@ -55,12 +55,11 @@ bool nbi_emu_lane_lives(unsigned lane);
 
 float nbi_emu_from_f16(uint16_t x);
 uint16_t nbi_emu_to_f16(float x);
-void nbi_emu_copy_async(void *shared, const void *src, bool take, unsigned bytes);
+void nbi_emu_copy_async(void *shared, const void *src, bool take);
 void nbi_emu_copy_commit();
 void nbi_emu_copy_wait(int left);
 void nbi_emu_bar_init(uint64_t *bar, uint32_t count);
 void nbi_emu_bar_arrive(uint64_t *bar, uint32_t bytes);
-void nbi_emu_bar_arrive_copied(uint64_t *bar);
 void nbi_emu_bar_wait(uint64_t *bar, uint32_t parity);
 void nbi_emu_copy_bulk(void *shared, const void *src, uint32_t bytes, uint64_t *bar);
 void nbi_emu_sync_some(uint32_t id, uint32_t threads);

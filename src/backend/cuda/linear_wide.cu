@@ -100,17 +100,13 @@ static NBI_DEV void produce(const nbi_linear_call &a, const wide_x &x, nbi_wide_
     nbi_registers<NBI_WIDE_PRODUCER_REGISTERS, false>();
     nbi_wait_before();
     nbi_let_next();
-    if (threadIdx.x > NBI_WIDE_COPIERS) return;
     nbi_wide_producer p = {shared, 0};
     for (uint32_t i = blockIdx.x; i < n_units; i += gridDim.x) {
         const uint32_t first = unit_at(a, i).token, left = a.n_tokens - first;
-        if (threadIdx.x == NBI_WIDE_COPIERS)
-            p.pass_on<KIND>(a.w.n_kt);
-        else
-            p.unit<KIND>(x.x, x.unit, left < NBI_WIDE_TOKENS ? left : NBI_WIDE_TOKENS, a.w.n_kt,
-                         [=](uint32_t r) { return first + r; });
+        p.unit<KIND>(x.x, x.unit, left < NBI_WIDE_TOKENS ? left : NBI_WIDE_TOKENS, a.w.n_kt,
+                     [=](uint32_t r) { return first + r; });
     }
-    if (threadIdx.x < NBI_WIDE_COPIERS) p.end();
+    p.end();
 }
 
 template <nbi_weight_kind KIND>

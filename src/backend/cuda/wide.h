@@ -18,8 +18,8 @@
 #define NBI_WIDE_ROW_TILES 8u /* of a block */
 #define NBI_WIDE_THREADS   384u
 #define NBI_WIDE_STAGES    8u
+#define NBI_WIDE_LAG       4u /* stages on their way before the first of them is waited for */
 #define NBI_WIDE_K_BYTES   128u
-#define NBI_WIDE_COPIERS   64u
 
 /* ---------------------------------------------------------------- activations */
 
@@ -98,28 +98,30 @@ NBI_DEV uint32_t nbi_wide_padded(uint32_t n_tokens)
 
 struct nbi_wide_shared {
     nbi_wide_stage stages[NBI_WIDE_STAGES];
-    uint64_t landed[NBI_WIDE_STAGES], full[NBI_WIDE_STAGES], empty[NBI_WIDE_STAGES];
+    uint64_t full[NBI_WIDE_STAGES], empty[NBI_WIDE_STAGES];
 };
 
 /* All threads of the block. */
 NBI_DEV void nbi_wide_open(nbi_wide_shared *s)
 {
     if (threadIdx.x < NBI_WIDE_STAGES) {
-        nbi_bar_init(&s->landed[threadIdx.x], NBI_WIDE_COPIERS);
-        nbi_bar_init(&s->full[threadIdx.x], 1);
+        nbi_bar_init(&s->full[threadIdx.x], 128);
         nbi_bar_init(&s->empty[threadIdx.x], 8);
     }
     nbi_bar_init_done();
     __syncthreads();
 }
 
-/* The first warpgroup. NBI_WIDE_COPIERS threads ask for copies; another one, which has none of its
- * own, passes on to the consumers what has landed, behind the fence that wgmma wants. */
-/* A copier copies 16 bytes of the stage's row threadIdx.x / 8 and of every 8th row behind it, and
- * 2^e of two rows. */
+/* A thread of the first warpgroup. Of a unit it copies 16 bytes of the stage's row threadIdx.x / 8
+ * and of every 16th row behind it, and 2^e of row threadIdx.x. */
 struct nbi_wide_producer {
     nbi_wide_shared *shared;
     uint32_t it; /* stages so far, over all units */
+
+    NBI_DEV void signal(uint32_t i)
+    {
+        nbi_bar_arrive(&shared->full[i % NBI_WIDE_STAGES]);
+    }
 
     /* rows: converted activations; row(r): which of them token r of the unit is, for r < n_tokens;
      * units: 2^e, [row][chunk]. */
@@ -127,62 +129,49 @@ struct nbi_wide_producer {
     NBI_DEV void unit(const char *rows, const float *units, uint32_t n_tokens, uint32_t n_kt,
                       Row row)
     {
-        constexpr uint32_t TILES = nbi_chunk_tiles(KIND), EACH = NBI_WIDE_TOKENS / 8;
-        const uint32_t r0 = threadIdx.x / 8, q = threadIdx.x % 8;
-        const uint32_t n_chunks = (n_kt + TILES - 1) / TILES, n_padded = nbi_wide_padded(n_tokens);
-        uint32_t from[EACH]; /* in pieces of 16 bytes */
+        constexpr uint32_t TILES = nbi_chunk_tiles(KIND);
+        const uint32_t r0 = threadIdx.x / 8, q = threadIdx.x % 8,
+                       n_chunks = (n_kt + TILES - 1) / TILES;
+        uint32_t from[8]; /* in pieces of 16 bytes */
 #pragma unroll
-        for (uint32_t i = 0; i < EACH; i++) {
-            const uint32_t r = r0 + 8 * i;
+        for (uint32_t i = 0; i < 8; i++) {
+            const uint32_t r = r0 + 16 * i;
             from[i] = (r < n_tokens ? row(r) : 0) * n_kt * 8 + q;
         }
-        const float *two_e[2];
-#pragma unroll
-        for (uint32_t i = 0; i < 2; i++) {
-            const uint32_t r = threadIdx.x + i * NBI_WIDE_COPIERS;
-            two_e[i] = units + (size_t)(r < n_tokens ? row(r) : 0) * n_chunks;
-        }
-        const uint32_t to = r0 * NBI_WIDE_K_BYTES + (q ^ r0) * 16;
+        const uint32_t n_padded = nbi_wide_padded(n_tokens);
+        const bool mine = threadIdx.x < n_tokens;
+        units += mine ? (size_t)row(threadIdx.x) * n_chunks : 0;
+        const uint32_t to = r0 * NBI_WIDE_K_BYTES + (q ^ r0 % 8) * 16;
+        for (uint32_t c = 0; c < n_chunks; c++) {
+            const float two_e = mine ? units[c] : 0;
 #pragma unroll 1
-        for (uint32_t kt = 0; kt < n_chunks * TILES; kt++) {
-            const uint32_t at = it % NBI_WIDE_STAGES;
-            nbi_wide_stage *stage = &shared->stages[at];
-            nbi_bar_wait(&shared->empty[at], (it / NBI_WIDE_STAGES & 1) ^ 1);
-            const char *here = rows + (size_t)(kt < n_kt ? kt : 0) * NBI_WIDE_K_BYTES;
+            for (uint32_t j = 0; j < TILES; j++) {
+                const uint32_t kt = c * TILES + j;
+                nbi_wide_stage *stage = &shared->stages[it % NBI_WIDE_STAGES];
+                nbi_bar_wait(&shared->empty[it % NBI_WIDE_STAGES], (it / NBI_WIDE_STAGES & 1) ^ 1);
 #pragma unroll
-            for (uint32_t i = 0; i < EACH; i++)
-                if (8 * i < n_padded)
-                    nbi_copy_async(stage->x + to + i * 8 * NBI_WIDE_K_BYTES,
-                                   here + (size_t)from[i] * 16, kt < n_kt && r0 + 8 * i < n_tokens);
-            if (kt % TILES == TILES - 1)
-#pragma unroll
-                for (uint32_t i = 0; i < 2; i++) {
-                    const uint32_t r = threadIdx.x + i * NBI_WIDE_COPIERS;
-                    nbi_copy_async4(&stage->unit[r], two_e[i] + kt / TILES, r < n_tokens);
+                for (uint32_t i = 0; i < 8; i++)
+                    if (16 * i < n_padded)
+                        nbi_copy_async(stage->x + to + i * 16 * NBI_WIDE_K_BYTES,
+                                       rows + ((size_t)from[i] + (kt < n_kt ? kt : 0) * 8) * 16,
+                                       kt < n_kt && r0 + 16 * i < n_tokens);
+                nbi_copy_commit();
+                if (j == TILES - 1) stage->unit[threadIdx.x] = two_e;
+                if (it >= NBI_WIDE_LAG) {
+                    nbi_copy_wait<NBI_WIDE_LAG>();
+                    nbi_shared_to_async();
+                    signal(it - NBI_WIDE_LAG);
                 }
-            nbi_bar_arrive_copied(&shared->landed[at]);
-            it++;
+                it++;
+            }
         }
     }
 
-    /* Nothing of a copier is on its way when it ends. */
     NBI_DEV void end()
     {
-        nbi_copy_commit();
         nbi_copy_wait<0>();
-    }
-
-    /* The other thread's part of a unit. */
-    template <nbi_weight_kind KIND> NBI_DEV void pass_on(uint32_t n_kt)
-    {
-        constexpr uint32_t TILES = nbi_chunk_tiles(KIND);
-        const uint32_t n = (n_kt + TILES - 1) / TILES * TILES;
-        for (uint32_t i = 0; i < n; i++, it++) {
-            const uint32_t at = it % NBI_WIDE_STAGES;
-            nbi_bar_wait(&shared->landed[at], it / NBI_WIDE_STAGES & 1);
-            nbi_shared_to_async();
-            nbi_bar_arrive(&shared->full[at]);
-        }
+        nbi_shared_to_async();
+        for (uint32_t i = it < NBI_WIDE_LAG ? 0 : it - NBI_WIDE_LAG; i < it; i++) signal(i);
     }
 };
 
@@ -310,9 +299,9 @@ template <nbi_weight_kind KIND> struct nbi_wide_consumer {
     }
 };
 
-/* Registers: 128 * (64 + 2 * 216) of the 384 * 168 that the block begins with. */
-#define NBI_WIDE_PRODUCER_REGISTERS 64
-#define NBI_WIDE_CONSUMER_REGISTERS 216
+/* Registers: 128 * (40 + 2 * 232) are all that a multiprocessor has but 1,024. */
+#define NBI_WIDE_PRODUCER_REGISTERS 40
+#define NBI_WIDE_CONSUMER_REGISTERS 232
 
 /* body.run<N>() for a unit of n_tokens. */
 template <class Body> NBI_DEV void nbi_wide_by_tokens(uint32_t n_tokens, Body body)

@@ -69,20 +69,15 @@ static NBI_DEV void produce(const wide_product_args &a, nbi_wide_shared *shared)
     nbi_registers<NBI_WIDE_PRODUCER_REGISTERS, false>();
     nbi_wait_before();
     nbi_let_next();
-    if (threadIdx.x > NBI_WIDE_COPIERS) return;
     nbi_wide_producer p = {shared, 0};
     const uint32_t n_units = a.w.total->n_tiles * a.row_blocks;
     for (uint32_t i = blockIdx.x; i < n_units; i += gridDim.x) {
-        if (threadIdx.x == NBI_WIDE_COPIERS) {
-            p.pass_on<KIND>(a.weights.first.n_kt);
-            continue;
-        }
         const nbi_moe_token_tile tile = a.w.tiles[i / a.row_blocks];
         p.unit<KIND>(a.rows, a.unit, tile.n, a.weights.first.n_kt, [&](uint32_t r) {
             return GATE_UP ? a.w.pair[tile.first + r] / a.x_pairs : tile.first + r;
         });
     }
-    if (threadIdx.x < NBI_WIDE_COPIERS) p.end();
+    p.end();
 }
 
 template <uint32_t N, bool GATE_UP>
