@@ -60,6 +60,11 @@ void nbi_gate_fill(nbi_gate *g, float *x, size_t n)
     for (size_t i = 0; i < n; i++) x[i] = nbi_gate_normal(g);
 }
 
+uint32_t nbi_gate_rows(const nbi_gate *g, uint32_t n)
+{
+    return n < g->m->ws.max_rows ? n : g->m->ws.max_rows;
+}
+
 double nbi_gate_error(const float *got, const double *want, size_t n)
 {
     double most = 0, square = 0;

@@ -36,11 +36,12 @@ static void row_task(void *arg, uint32_t begin, uint32_t end, uint32_t thread)
     const nbi_matrix *m = &c->w->host;
     const bool rounded = c->g->b->w4a4 && m->kind == NBI_WEIGHT_NVFP4 && m->input_scale > 0;
     (void)thread;
-    float *row = nbi_malloc(2 * (size_t)m->cols * sizeof *row), *xr = row + m->cols;
+    float *row = nbi_malloc(2 * (size_t)m->cols * sizeof *row);
     if (!row) {
         c->no_memory = true;
         return;
     }
+    float *xr = row + m->cols;
     for (uint32_t i = begin; i < end; i++) {
         nbi_matrix_row(m, c->rows[i], row);
         for (uint32_t t = 0; t < c->tokens; t++) {
@@ -132,7 +133,7 @@ static nb_status check_weight(linear_case *c, linear_memory *memory, nbi_gate_re
     if (c->no_memory) return nbi_fail(err, NB_NO_MEMORY, "check: out of memory");
     nbi_gate_up(c->g, &c->x);
     NB_TRY(run(c, 0, 1, &out->error, err));
-    if (c->tokens >= FEW) NB_TRY(run(c, 0, FEW, &out->error, err));
+    if (c->tokens > 1) NB_TRY(run(c, 0, c->tokens < FEW ? c->tokens : FEW, &out->error, err));
     if (c->tokens > FEW) NB_TRY(run(c, 0, c->tokens, &out->error, err));
     out->rows = c->tokens;
     return c->g->opt->brief ? NB_OK : time_call(c, out, err);
@@ -145,8 +146,8 @@ static nb_status try_weight(nbi_gate *g, linear_memory *memory, const nbi_weight
     const nbi_matrix *m = &w->host;
     const uint64_t macs = (uint64_t)m->rows * m->cols,
                    most = g->opt->brief && !g->b->memory_bytes ? MACS_BRIEF : MACS_FULL;
-    linear_case c = {.g = g, .w = w, .exact = exact, .tokens = TOKENS};
-    if (macs * TOKENS > most) c.tokens = macs * FEW > most ? 1 : FEW;
+    linear_case c = {.g = g, .w = w, .exact = exact, .tokens = nbi_gate_rows(g, TOKENS)};
+    if (macs * TOKENS > most) c.tokens = macs * FEW > most ? 1 : nbi_gate_rows(g, FEW);
     const uint32_t looked_at = g->opt->brief ? ROWS_BRIEF : ROWS_MAX;
     c.n_rows = m->rows < looked_at ? m->rows : looked_at;
     const bool w4a4 = g->b->w4a4 && m->kind == NBI_WEIGHT_NVFP4 && m->input_scale > 0;

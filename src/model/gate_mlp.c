@@ -139,11 +139,12 @@ static void hidden_task(void *arg, uint32_t begin, uint32_t end, uint32_t thread
 {
     mlp_case *c = arg;
     (void)thread;
-    float *gate = nbi_malloc(2 * (size_t)c->hidden * sizeof *gate), *up = gate + c->hidden;
+    float *gate = nbi_malloc(2 * (size_t)c->hidden * sizeof *gate);
     if (!gate) {
         c->no_memory = true;
         return;
     }
+    float *up = gate + c->hidden;
     for (uint32_t r = begin; r < end; r++) {
         nbi_matrix_row(&c->w->gate->host, r, gate);
         nbi_matrix_row(&c->w->up->host, r, up);
@@ -206,7 +207,7 @@ static double row_error(const mlp_case *c, uint32_t t)
 /* One, a few and many tokens; the bits of the first ones stay. */
 static nb_status run_calls(mlp_case *c, nbi_gate_result *out, nb_error *err)
 {
-    static const uint32_t calls[] = {TOKENS, ROWS, 1};
+    const uint32_t most = nbi_gate_rows(c->g, TOKENS), calls[] = {most, ROWS, 1};
     for (size_t i = 0; i < sizeof calls / sizeof *calls; i++) {
         const uint32_t n = calls[i] < ROWS ? calls[i] : ROWS;
         NB_TRY(call(c, calls[i], err));
@@ -214,10 +215,10 @@ static nb_status run_calls(mlp_case *c, nbi_gate_result *out, nb_error *err)
         const size_t bytes = (size_t)n * c->hidden * sizeof(float);
         if (i && memcmp(c->first, c->sum.host, bytes) != 0 && out->error <= out->bound)
             snprintf(out->why, sizeof out->why,
-                     "a row among %u has other bits than the same row among %u", calls[i], TOKENS);
+                     "a row among %u has other bits than the same row among %u", calls[i], most);
         if (!i) memcpy(c->first, c->sum.host, bytes);
     }
-    out->rows = TOKENS;
+    out->rows = most;
     return NB_OK;
 }
 

@@ -102,6 +102,7 @@ static void make_rows(moe_case *c)
         for (uint32_t j = 0; j < s->hidden; j++)
             x[(size_t)t * s->hidden + j] =
                 c->mix[t][0] * c->base[j] + c->mix[t][1] * c->base[s->hidden + j];
+        NB_ASSERT(c->used);
         const uint32_t first = nbi_gate_below(c->g, c->used);
         for (uint32_t i = 0; i < s->top_k; i++) {
             const uint32_t at = t * s->top_k + i;
@@ -197,9 +198,10 @@ static nb_status make_case(moe_case *c, nbi_gate *g, const nbi_moe_experts *e, n
     const nbi_moe_shape *s = &e->shape;
     const bool brief = g->opt->brief;
     *c = (moe_case){.g = g, .e = e};
-    c->T = brief ? ROWS_BRIEF : ROWS_FULL;
+    c->T = nbi_gate_rows(g, brief ? ROWS_BRIEF : ROWS_FULL);
     c->used = min_u32(s->n_experts, s->top_k + (brief ? 0 : 2));
     c->n_cols = min_u32(s->hidden, brief ? COLS_BRIEF : COLS_FULL);
+    NB_ASSERT(c->T > 1);
     NB_TRY(open_case(c, err));
     make_rows(c);
     const uint32_t pieces = (s->inter + PIECE - 1) / PIECE;
@@ -248,26 +250,27 @@ static double row_error(const moe_case *c, uint32_t t)
     return nbi_gate_error(got, c->want + (size_t)t * c->n_cols, c->n_cols);
 }
 
-/* All rows together, then 1 and 2 alone. */
+/* All rows together, then the first alone and the next two. */
 static nb_status check_rows(moe_case *c, const nbi_moe_runner_ops *r, const nbi_moe_layer *layer,
                             uint32_t T, void *workspace, nbi_gate_result *out, nb_error *err)
 {
     const size_t row = c->e->shape.hidden * sizeof(float);
+    const uint32_t again = min_u32(T, 3);
     poison(c);
     call(c, r, layer, 0, T, workspace);
     nbi_gate_down(c->g, &c->out);
     NB_TRY(c->g->b->ops->sync(c->g->b, err));
     for (uint32_t t = 0; t < T; t++) out->error = fmax(out->error, row_error(c, t));
-    void *together = nbi_malloc(3 * row);
+    void *together = nbi_malloc(again * row);
     if (!together) return nbi_fail(err, NB_NO_MEMORY, "check: out of memory");
-    memcpy(together, c->out.host, 3 * row);
+    memcpy(together, c->out.host, again * row);
     poison(c);
     call(c, r, layer, 0, 1, workspace);
-    call(c, r, layer, 1, 2, workspace);
+    call(c, r, layer, 1, again - 1, workspace);
     nbi_gate_down(c->g, &c->out);
     const nb_status st = c->g->b->ops->sync(c->g->b, err);
-    for (uint32_t t = 0; t < 3; t++) out->error = fmax(out->error, row_error(c, t));
-    if (st == NB_OK && memcmp(together, c->out.host, 3 * row) != 0 && out->error <= out->bound)
+    for (uint32_t t = 0; t < again; t++) out->error = fmax(out->error, row_error(c, t));
+    if (st == NB_OK && memcmp(together, c->out.host, again * row) != 0 && out->error <= out->bound)
         snprintf(out->why, sizeof out->why, "a row alone has other bits than the same row among %u",
                  T);
     nbi_free(together);

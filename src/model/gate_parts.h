@@ -35,6 +35,9 @@ uint32_t nbi_gate_below(nbi_gate *g, uint32_t n);
 float nbi_gate_normal(nbi_gate *g); /* about normal */
 void nbi_gate_fill(nbi_gate *g, float *x, size_t n);
 
+/* Rows of a case that wants n: no more than a step was reserved for, which is at least two. */
+uint32_t nbi_gate_rows(const nbi_gate *g, uint32_t n);
+
 /* max |got - want| / rms(want); infinite for what is not finite. */
 double nbi_gate_error(const float *got, const double *want, size_t n);
 double nbi_gate_dot(const float *a, const float *b, uint32_t n);
