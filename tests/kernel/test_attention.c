@@ -26,7 +26,7 @@ static void run_mla(nbi_cpu *cpu, const at_mla *d, const nbi_batch *b, uint32_t 
     int32_t expanded[4];
     nbi_batch batch = *b;
     assert_true(b->n_seqs <= 4 || !d->expanded);
-    for (uint32_t s = 0; s < b->n_seqs; s++) expanded[s] = d->expanded;
+    for (uint32_t s = 0; d->expanded && s < b->n_seqs; s++) expanded[s] = d->expanded;
     if (d->expanded) batch.expanded = expanded;
     const nbi_mla_attend_args a = {
         .out = out,
