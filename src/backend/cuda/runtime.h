@@ -103,7 +103,7 @@ inline void nbi_launch(nbi_rt *rt, dim3 grid, dim3 block, size_t shared, void (*
     else
         all();
 #else
-    if (shared > 48u << 10) {
+    if (shared > 16u << 10) { /* with a kernel's static memory, more than 48 KB must be asked for */
         const cudaError_t e = cudaFuncSetAttribute(
             (const void *)kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared);
         if (e != cudaSuccess) return nbi_rt_fail(rt, "shared memory of a kernel", (int)e);
