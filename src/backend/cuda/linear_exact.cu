@@ -7,6 +7,7 @@
 
 #define WARPS 8u
 #define PITCH 17u
+#define FEW   512u /* tokens */
 
 /* Four weights of row g and of row g+8 from column c on, without the row's factor. */
 template <nbi_weight_kind KIND>
@@ -50,7 +51,8 @@ static NBI_DEV void exact_chunk(float sum[2][N], const nbi_linear_call &a, uint3
     const uint32_t t = (uint32_t)nbi_lane() % 4;
 #pragma unroll
     for (int n = 0; n < N; n++) sum[0][n] = sum[1][n] = 0;
-#pragma unroll 2
+    constexpr int AT_ONCE = N <= 4 ? 8 : 2; /* steps whose loads are on their way together */
+#pragma unroll AT_ONCE
     for (uint32_t step = 0; step < NBI_CHUNK_COLS / 16; step++) {
         const uint32_t c = chunk * NBI_CHUNK_COLS + step * 16 + t * 4;
         if (chunk * NBI_CHUNK_COLS + step * 16 >= a.w.cols) break;
@@ -168,8 +170,9 @@ template <nbi_weight_kind KIND> static void run(nbi_cuda *c, const nbi_linear_ca
     const dim3 block(WARPS * NBI_WARP);
     if (a->n_tokens == 1 && KIND == NBI_WEIGHT_BF16)
         nbi_launch(&c->rt, dim3(a->w.n_rt), block, 0, exact_one_kernel, *a, n_chunks);
-    else if (a->n_tokens <= 8)
-        nbi_launch(&c->rt, dim3(a->w.n_rt), block, 0, exact_kernel<KIND, 8>, *a, n_chunks);
+    else if (a->n_tokens <= FEW) /* many small blocks: what they cost is waiting */
+        nbi_launch(&c->rt, dim3(a->w.n_rt, nbi_ceil_div(a->n_tokens, 4)), block, 0,
+                   exact_kernel<KIND, 4>, *a, n_chunks);
     else
         nbi_launch(&c->rt, dim3(a->w.n_rt, nbi_ceil_div(a->n_tokens, 16)), block, 0,
                    exact_kernel<KIND, 16>, *a, n_chunks);
