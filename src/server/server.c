@@ -1,6 +1,7 @@
 /* The server's life: open, ready, stop, close. Called by the serve command. */
 #include "server/server.h"
 
+#include <errno.h>
 #include <string.h>
 #include <sys/socket.h>
 #include <time.h>
@@ -142,32 +143,51 @@ void nbi_server_progress(void *user, uint64_t done_bytes, uint64_t total_bytes)
 
 /* ---------------------------------------------------------------- ready */
 
-static void *run_prepare(void *arg)
+static void read_text(nbi_server *server)
 {
-    nbi_server *server = arg;
     server->text_status =
         nbi_served_text_open(&server->text, server->prepare_dir, server->options.chat_template_file,
                              &server->text_error);
+}
+
+/* Detached: a process that a signal ends while it loads waits for nobody. */
+static void *prepare_thread(void *arg)
+{
+    nbi_server *server = arg;
+    read_text(server);
+    sem_post(&server->prepared);
     return NULL;
+}
+
+static void wait_prepared(nbi_server *server)
+{
+    while (sem_wait(&server->prepared) != 0 && errno == EINTR) {}
+    sem_destroy(&server->prepared);
+    server->preparing = false;
 }
 
 void nbi_server_prepare(nbi_server *server, const char *model_dir)
 {
+    pthread_t thread;
     server->prepare_dir = model_dir;
-    server->preparing = pthread_create(&server->prepare_thread, NULL, run_prepare, server) == 0;
+    sem_init(&server->prepared, 0, 0);
+    server->preparing = pthread_create(&thread, NULL, prepare_thread, server) == 0;
+    if (server->preparing)
+        pthread_detach(thread);
+    else
+        sem_destroy(&server->prepared);
 }
 
 /* The text part, read by now or read here. */
 static nb_status finish_prepare(nbi_server *server, const nb_engine *engine, nb_error *err)
 {
     if (server->preparing) {
-        pthread_join(server->prepare_thread, NULL);
-        server->preparing = false;
+        wait_prepared(server);
     } else {
         nb_engine_info info;
         nb_engine_get_info(engine, &info);
         server->prepare_dir = info.model_dir;
-        run_prepare(server);
+        read_text(server);
     }
     if (server->text_status != NB_OK && err) *err = server->text_error;
     return server->text_status;
@@ -282,7 +302,7 @@ void nbi_server_close(nbi_server **out)
     nbi_watch_stop(server);
     nbi_reporter_stop(server);
     nbi_sender_free(server);
-    if (server->preparing) pthread_join(server->prepare_thread, NULL);
+    if (server->preparing) wait_prepared(server);
     nbi_served_text_close(&server->text);
     nbi_served_destroy(&server->served);
     nbi_tls_close(&server->tls);

@@ -6,6 +6,7 @@
 
 #include <microhttpd.h>
 #include <pthread.h>
+#include <semaphore.h>
 #include <stdatomic.h>
 
 #include "base/linelog.h"
@@ -50,8 +51,8 @@ struct nbi_server {
     struct nbi_reporter *reporter;
     atomic_uint_fast64_t reasoning_tokens; /* of requests that have ended */
 
-    bool preparing; /* the thread below was started; the loading thread's, like all that follows */
-    pthread_t prepare_thread;
+    bool preparing; /* a detached thread does; the loading thread's, like all that follows */
+    sem_t prepared; /* posted when it is done */
     const char *prepare_dir;
     nbi_served_text text; /* the prepare thread's until it is joined */
     nb_status text_status;
