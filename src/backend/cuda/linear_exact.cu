@@ -51,7 +51,8 @@ static NBI_DEV void exact_chunk(float sum[2][N], const nbi_linear_call &a, uint3
     const uint32_t t = (uint32_t)nbi_lane() % 4;
 #pragma unroll
     for (int n = 0; n < N; n++) sum[0][n] = sum[1][n] = 0;
-    constexpr int AT_ONCE = N <= 4 ? 8 : 2; /* steps whose loads are on their way together */
+    /* steps whose loads are on their way together */
+    [[maybe_unused]] constexpr int AT_ONCE = N <= 4 ? 8 : 2;
 #pragma unroll AT_ONCE
     for (uint32_t step = 0; step < NBI_CHUNK_COLS / 16; step++) {
         const uint32_t c = chunk * NBI_CHUNK_COLS + step * 16 + t * 4;
