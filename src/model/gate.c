@@ -62,7 +62,7 @@ void nbi_gate_fill(nbi_gate *g, float *x, size_t n)
 
 uint32_t nbi_gate_rows(const nbi_gate *g, uint32_t n)
 {
-    return n < g->m->ws.max_rows ? n : g->m->ws.max_rows;
+    return nbi_gate_least(n, g->m->ws.max_rows);
 }
 
 double nbi_gate_error(const float *got, const double *want, size_t n)

@@ -37,11 +37,6 @@ typedef struct attention {
     void *block;
 } attention;
 
-static uint32_t min_u32(uint32_t a, uint32_t b)
-{
-    return a < b ? a : b;
-}
-
 /* ---------------------------------------------------------------- memory */
 
 static nb_status open_device(attention *a, nb_error *err)
@@ -450,7 +445,8 @@ static double index_append_error(const attention *a, uint32_t t, double *w)
 static double select_error(const attention *a, uint32_t t, double *w)
 {
     const nbi_config *c = a->c;
-    const uint32_t d = c->index_dim, n = (uint32_t)a->pos[t] + 1, want = min_u32(n, c->index_topk);
+    const uint32_t d = c->index_dim, n = (uint32_t)a->pos[t] + 1,
+                   want = nbi_gate_least(n, c->index_topk);
     const float *weight = (const float *)a->index_w.host + (size_t)t * c->index_heads;
     const int32_t *list = (const int32_t *)a->select.host + (size_t)t * c->index_topk;
     double square = 0, out = -INFINITY, in = INFINITY;
@@ -614,7 +610,7 @@ static nbi_gate_result result(const attention *a, const char *phase)
 static nb_status prompt(attention *a, uint32_t seq, uint32_t end, double *error, nb_error *err)
 {
     for (uint32_t at = 0; at < end;) {
-        const uint32_t n = min_u32(a->rows, end - at), len = at + n;
+        const uint32_t n = nbi_gate_least(a->rows, end - at), len = at + n;
         set_batch(a, &len, &n, seq, 1);
         NB_TRY(run_step(a, err));
         at = len;
@@ -629,7 +625,7 @@ static uint64_t bytes_read(const attention *a, const uint32_t *len)
     const uint32_t values = a->mla ? c->kv_lora + c->rope_dim : 2 * c->n_kv_heads * c->head_dim;
     uint64_t positions = 0;
     for (uint32_t s = 0; s < a->n_seqs; s++)
-        positions += selects(a) ? min_u32(len[s], c->index_topk) : len[s];
+        positions += selects(a) ? nbi_gate_least(len[s], c->index_topk) : len[s];
     uint64_t bytes = positions * values * nbi_dtype_bits(a->kv.dtype) / 8;
     return bytes + (a->mla ? nbi_matrix_bytes(&a->layer->mla.kv_b->host) : 0);
 }
@@ -676,11 +672,11 @@ nb_status nbi_gate_attention(nbi_gate *g, nb_error *err)
     a.k_width = a.mla ? c->kv_lora + c->rope_dim : c->n_kv_heads * c->head_dim;
     uint32_t longer = g->opt->brief ? LONG_BRIEF : LONG_FULL;
     if (a.sparse && longer < c->index_topk + BEYOND) longer = c->index_topk + BEYOND;
-    a.n_seqs = min_u32(SEQS, min_u32(g->opt->max_seqs, g->m->ws.max_rows));
+    a.n_seqs = nbi_gate_least(SEQS, nbi_gate_least(g->opt->max_seqs, g->m->ws.max_rows));
     if (!a.n_seqs || g->opt->max_context < 2) return NB_OK; /* nothing can be served */
-    longer = min_u32(longer, g->opt->max_context - 1);
-    const uint32_t shorter = min_u32(CHUNK, longer);
-    a.rows = min_u32(g->m->ws.max_rows, 512);
+    longer = nbi_gate_least(longer, g->opt->max_context - 1);
+    const uint32_t shorter = nbi_gate_least(CHUNK, longer);
+    a.rows = nbi_gate_least(g->m->ws.max_rows, 512);
     a.stride = (longer + NBI_PAGE_TOKENS) / NBI_PAGE_TOKENS;
     a.n_pages = SEQS * a.stride;
     nb_status st = open_host(&a, err);

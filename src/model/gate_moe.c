@@ -39,11 +39,6 @@ typedef struct moe_case {
     bool no_memory;
 } moe_case;
 
-static uint32_t min_u32(uint32_t a, uint32_t b)
-{
-    return a < b ? a : b;
-}
-
 static nb_status open_case(moe_case *c, nb_error *err)
 {
     const nbi_moe_shape *s = &c->e->shape;
@@ -199,8 +194,8 @@ static nb_status make_case(moe_case *c, nbi_gate *g, const nbi_moe_experts *e, n
     const bool brief = g->opt->brief;
     *c = (moe_case){.g = g, .e = e};
     c->T = nbi_gate_rows(g, brief ? ROWS_BRIEF : ROWS_FULL);
-    c->used = min_u32(s->n_experts, s->top_k + (brief ? 0 : 2));
-    c->n_cols = min_u32(s->hidden, brief ? COLS_BRIEF : COLS_FULL);
+    c->used = nbi_gate_least(s->n_experts, s->top_k + (brief ? 0 : 2));
+    c->n_cols = nbi_gate_least(s->hidden, brief ? COLS_BRIEF : COLS_FULL);
     NB_ASSERT(c->T > 1);
     NB_TRY(open_case(c, err));
     make_rows(c);
@@ -255,7 +250,7 @@ static nb_status check_rows(moe_case *c, const nbi_moe_runner_ops *r, const nbi_
                             uint32_t T, void *workspace, nbi_gate_result *out, nb_error *err)
 {
     const size_t row = c->e->shape.hidden * sizeof(float);
-    const uint32_t again = min_u32(T, 3);
+    const uint32_t again = nbi_gate_least(T, 3);
     poison(c);
     call(c, r, layer, 0, T, workspace);
     nbi_gate_down(c->g, &c->out);

@@ -35,6 +35,11 @@ uint32_t nbi_gate_below(nbi_gate *g, uint32_t n);
 float nbi_gate_normal(nbi_gate *g); /* about normal */
 void nbi_gate_fill(nbi_gate *g, float *x, size_t n);
 
+static inline uint32_t nbi_gate_least(uint32_t a, uint32_t b)
+{
+    return a < b ? a : b;
+}
+
 /* Rows of a case that wants n: no more than a step was reserved for, which is at least two. */
 uint32_t nbi_gate_rows(const nbi_gate *g, uint32_t n);
 

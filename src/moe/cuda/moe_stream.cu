@@ -176,8 +176,7 @@ static nbi_stream_plan plan_for(const nbi_cuda *c, const nbi_cuda_packed *p, uin
 bool nbi_moe_stream_fits(const nbi_cuda *c, const nbi_moe_layer *l, const nbi_moe_args *a)
 {
     const nbi_moe_shape *s = &l->shape;
-    if (c->rt.sm < 90 || a->n_rows != 1 || s->w4a4) return false;
-    if (s->kind_gate_up == NBI_WEIGHT_F32 || s->kind_down == NBI_WEIGHT_F32) return false;
+    if (c->rt.sm < 90 || a->n_rows != 1 || s->w4a4 || nbi_moe_has_f32(s)) return false;
     return nbi_stream_plan_fits(plan_for(c, &l->gate_up.first, 1)) &&
            nbi_stream_plan_fits(plan_for(c, &l->down.first, s->top_k));
 }
