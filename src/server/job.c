@@ -103,6 +103,7 @@ static nb_status make_choices(nbi_job *job, nbi_api_error *e)
         c->index = i;
         c->prompt = i / job->per_prompt;
         c->matched_id = c->matched_string = -1;
+        c->logprobs.by_id = p->name_by_id;
         atomic_init(&c->signalled, false);
         atomic_init(&c->was_aborted, false);
         if (job->surface->begin(job, c) != NB_OK) return nbi_api_no_memory(e, "this request");
@@ -402,7 +403,7 @@ static nb_status take_event(nbi_job *job, nbi_choice *c, const nb_event *event)
         if (event->id >= 0 && !event->is_prompt) {
             c->n_tokens++;
             c->n_reasoning += nbi_reasoning_inside(&c->splitter);
-            if (job->surface->keeps_ids) {
+            if (job->surface->keeps_ids || job->params.return_ids) {
                 NB_TRY(nbi_buf_addf(&c->ids, c->ids.len ? ",%d" : "%d", event->id));
             }
         }
@@ -465,9 +466,26 @@ nb_status nbi_job_write_usage(const nbi_job *job, const nbi_choice *choice, nbi_
                         (unsigned long long)reasoning);
 }
 
+nb_status nbi_job_write_ids(const nbi_job *job, nbi_choice *c, nbi_buf *out)
+{
+    if (!job->params.return_ids) return NB_OK;
+    NB_TRY(nbi_buf_addf(out, ",\"token_ids\":["));
+    NB_TRY(nbi_buf_add(out, c->ids.data ? c->ids.data : "", c->ids.len));
+    nbi_buf_clear(&c->ids);
+    return nbi_buf_add(out, "]", 1);
+}
+
+nb_status nbi_job_write_prompt_ids(const nbi_job *job, const nbi_choice *c, nbi_buf *out)
+{
+    const nbi_prompt *prompt = &job->prompts[c->prompt];
+    NB_TRY(nbi_buf_addf(out, ",\"prompt_token_ids\":["));
+    for (size_t i = 0; i < prompt->n_ids; i++)
+        NB_TRY(nbi_buf_addf(out, i ? ",%d" : "%d", prompt->ids[i]));
+    return nbi_buf_add(out, "]", 1);
+}
+
 nb_status nbi_job_write_tail(const nbi_job *job, const nbi_choice *choice, nbi_buf *out)
 {
-    NB_TRY(nbi_buf_add(out, "]", 1));
     if (job->params.continuous_usage) {
         NB_TRY(nbi_job_write_usage(job, choice, out));
     } else if (job->params.include_usage) {

@@ -55,7 +55,7 @@ typedef struct nbi_choice {
     nbi_reasoning splitter; /* chat: reasoning and content */
     bool has_reasoning;
     nbi_logprobs logprobs, prompt_logprobs;
-    nbi_buf ids;   /* of the answer, "1,2,3"; only where the surface keeps them */
+    nbi_buf ids;   /* of the answer, "1,2,3"; only where surface or client ask for them */
     nbi_buf whole; /* the text of all events, for the log; empty unless served->keep_text */
 } nbi_choice;
 
@@ -194,7 +194,11 @@ nb_status nbi_job_keep_name(nbi_job *job, const char **out, const json_t *value,
 
 /* `,"usage":{...}`; choice NULL: of the whole job. */
 nb_status nbi_job_write_usage(const nbi_job *job, const nbi_choice *choice, nbi_buf *out);
-/* What follows the choice in a stream event: `]`, usage where asked for, the end of the event. */
+/* `,"token_ids":[...]` where they are asked for, emptying the choice's. */
+nb_status nbi_job_write_ids(const nbi_job *job, nbi_choice *choice, nbi_buf *out);
+/* `,"prompt_token_ids":[...]` */
+nb_status nbi_job_write_prompt_ids(const nbi_job *job, const nbi_choice *choice, nbi_buf *out);
+/* What follows the choices in a stream event: usage where asked for, the end of the event. */
 nb_status nbi_job_write_tail(const nbi_job *job, const nbi_choice *choice, nbi_buf *out);
 /* `,"finish_reason":...,"stop_reason":...,"matched_stop":...`; nulls while the choice runs on. */
 nb_status nbi_job_write_finish(const nbi_job *job, const nbi_choice *choice, bool last,

@@ -18,6 +18,7 @@ typedef struct token_name {
     char scratch[NAME_MAX_BYTES];
     const char *text;
     size_t n;
+    bool by_id;
 } token_name;
 
 static bool is_utf8(const char *s, size_t n)
@@ -31,10 +32,11 @@ static bool is_utf8(const char *s, size_t n)
 }
 
 /* The name in the older shape. */
-static void name_of(token_name *name, const nb_engine *engine, int32_t id)
+static void name_of(token_name *name, const nb_engine *engine, int32_t id, bool by_id)
 {
     size_t n = 0;
-    const char *bytes = nb_token_bytes(engine, id, &n);
+    const char *bytes = by_id ? NULL : nb_token_bytes(engine, id, &n);
+    name->by_id = by_id;
     if (bytes && is_utf8(bytes, n)) {
         name->text = bytes;
         name->n = n;
@@ -77,12 +79,13 @@ static nb_status add_comma(nbi_buf *out, uint32_t n)
 /* ---------------------------------------------------------------- chat */
 
 /* {"token":..,"logprob":..,"bytes":[..] without the closing brace. */
-static nb_status chat_token(nbi_buf *out, const nb_engine *engine, int32_t id, float logprob)
+static nb_status chat_token(nbi_buf *out, const nb_engine *engine, int32_t id, float logprob,
+                            bool by_id)
 {
     size_t n = 0;
     const char *bytes = nb_token_bytes(engine, id, &n);
     NB_TRY(nbi_buf_add(out, "{\"token\":", 9));
-    if (bytes) {
+    if (bytes && !by_id) {
         NB_TRY(nbi_json_quote(out, bytes, n));
     } else {
         NB_TRY(nbi_buf_addf(out, "\"token_id:%d\"", id));
@@ -101,11 +104,11 @@ static nb_status chat_add(nbi_logprobs *lp, const nb_engine *engine, const nb_ev
 {
     nbi_buf *out = &lp->tokens;
     NB_TRY(add_comma(out, lp->n));
-    NB_TRY(chat_token(out, engine, event->id, event->logprob));
+    NB_TRY(chat_token(out, engine, event->id, event->logprob, lp->by_id));
     NB_TRY(nbi_buf_add(out, ",\"top_logprobs\":[", 17));
     for (uint32_t i = 0; i < event->n_top; i++) {
         NB_TRY(add_comma(out, i));
-        NB_TRY(chat_token(out, engine, event->top[i].id, event->top[i].logprob));
+        NB_TRY(chat_token(out, engine, event->top[i].id, event->top[i].logprob, lp->by_id));
         NB_TRY(nbi_buf_add(out, "}", 1));
     }
     return nbi_buf_add(out, "]}", 2);
@@ -119,7 +122,7 @@ static bool named_before(const token_name *name, const nb_engine *engine, const 
 {
     token_name other;
     for (uint32_t i = 0; i < before; i++) {
-        name_of(&other, engine, event->top[i].id);
+        name_of(&other, engine, event->top[i].id, name->by_id);
         if (other.n == name->n && memcmp(other.text, name->text, name->n) == 0) return true;
     }
     return false;
@@ -141,7 +144,7 @@ static nb_status completions_tops(nbi_buf *out, const nb_engine *engine, const n
     NB_TRY(nbi_buf_add(out, "{", 1));
     for (uint32_t i = 0; i < event->n_top; i++) {
         token_name name;
-        name_of(&name, engine, event->top[i].id);
+        name_of(&name, engine, event->top[i].id, chosen->by_id);
         if (named_before(&name, engine, event, i)) continue;
         NB_TRY(add_top(out, n++, &name, event->top[i].logprob));
     }
@@ -155,7 +158,7 @@ static nb_status completions_add(nbi_logprobs *lp, const nb_engine *engine, cons
                                  size_t offset)
 {
     token_name name;
-    name_of(&name, engine, event->id);
+    name_of(&name, engine, event->id, lp->by_id);
     NB_TRY(add_comma(&lp->tokens, lp->n));
     NB_TRY(nbi_json_quote(&lp->tokens, name.text, name.n));
     NB_TRY(nbi_buf_addf(&lp->offsets, lp->n ? ",%zu" : "%zu", offset));
@@ -174,7 +177,7 @@ static nb_status completions_add(nbi_logprobs *lp, const nb_engine *engine, cons
 nb_status nbi_token_write_name(nbi_buf *out, const nb_engine *engine, int32_t id)
 {
     token_name name;
-    name_of(&name, engine, id);
+    name_of(&name, engine, id, false);
     return nbi_json_quote(out, name.text, name.n);
 }
 

@@ -21,6 +21,7 @@ typedef struct nbi_logprobs {
     nbi_buf tokens;                /* chat: whole entries */
     nbi_buf values, tops, offsets; /* completions only; native: tops */
     bool with_text;                /* native: the text of tokens, else null */
+    bool by_id;                    /* chat, completions: tokens are called "token_id:7" */
 } nbi_logprobs;
 
 /* Adds the event's token and at most `n_top` of the best. `offset`: characters of text before it.

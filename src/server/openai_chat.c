@@ -18,7 +18,7 @@ static nb_status read_logprobs(nbi_job *job, const json_t *body, nbi_api_error *
         return nbi_api_field(e, "top_logprobs", "only allowed when \"logprobs\" is true");
     }
     job->params.n_logprobs = on ? (int32_t)top : -1;
-    return nbi_params_read_logprob_ids(&job->params, body, "logprob_token_ids", job->facts, e);
+    return nbi_params_read_tokens(&job->params, body, job->facts, e);
 }
 
 /* vLLM's: when the last message is the assistant's, the answer begins with it. */
@@ -122,6 +122,12 @@ static nb_status write_message(const nbi_job *job, const nbi_choice *c, nbi_buf 
     return write_calls(&c->answer, out);
 }
 
+/* Not with thinking that is to be left out, as vLLM has it. */
+static bool shows_ids(const nbi_job *job)
+{
+    return job->include_reasoning || job->served->reasoning == NBI_REASONING_NONE;
+}
+
 static nb_status write_choice(nbi_job *job, nbi_choice *c, nbi_buf *out)
 {
     nbi_buf text = {0};
@@ -132,6 +138,8 @@ static nb_status write_choice(nbi_job *job, nbi_choice *c, nbi_buf *out)
     NB_TRY(nbi_buf_add(out, "}", 1));
     NB_TRY(write_logprobs(c, job->params.n_logprobs >= 0, out));
     NB_TRY(nbi_job_write_finish(job, c, true, out));
+    if (job->params.return_prompt_ids) NB_TRY(nbi_job_write_prompt_ids(job, c, out));
+    if (shows_ids(job)) NB_TRY(nbi_job_write_ids(job, c, out));
     return nbi_buf_add(out, "}", 1);
 }
 
@@ -139,6 +147,7 @@ static nb_status write_choice(nbi_job *job, nbi_choice *c, nbi_buf *out)
 static nb_status write_extra(nbi_job *job, nbi_buf *out)
 {
     nbi_logprobs *lp = &job->choices[0].prompt_logprobs;
+    if (job->params.return_ids) NB_TRY(nbi_job_write_prompt_ids(job, &job->choices[0], out));
     if (job->params.n_prompt_logprobs < 0) return NB_OK;
     NB_TRY(nbi_buf_addf(out, ",\"prompt_logprobs\":"));
     return nbi_logprobs_write(lp, NBI_LOGPROBS_PROMPT, out);
@@ -153,22 +162,26 @@ static nb_status begin_event(const nbi_job *job, const nbi_choice *c, nbi_buf *o
     return nbi_buf_addf(out, "{\"index\":%u,\"delta\":{", c->index);
 }
 
-/* Closes the delta. The first event after tokens carries their log-probabilities. */
+/* Closes the delta. The first event after tokens carries their log-probabilities and ids. */
 static nb_status end_event(const nbi_job *job, nbi_choice *c, bool last, nbi_buf *out)
 {
     NB_TRY(nbi_buf_add(out, "}", 1));
     NB_TRY(write_logprobs(c, c->logprobs.n > 0, out));
     NB_TRY(nbi_job_write_finish(job, c, last, out));
-    NB_TRY(nbi_buf_add(out, "}", 1));
+    if (shows_ids(job)) NB_TRY(nbi_job_write_ids(job, c, out));
+    NB_TRY(nbi_buf_add(out, "}]", 2));
     return nbi_job_write_tail(job, c, out);
 }
 
 static nb_status write_role(const nbi_job *job, nbi_choice *c, nbi_buf *out)
 {
     static const char role[] = "\"role\":\"assistant\",\"content\":\"\"},\"logprobs\":null,"
-                               "\"finish_reason\":null}";
+                               "\"finish_reason\":null";
     NB_TRY(begin_event(job, c, out));
     NB_TRY(nbi_buf_add(out, role, sizeof role - 1));
+    if (job->params.return_prompt_ids) NB_TRY(nbi_job_write_prompt_ids(job, c, out));
+    NB_TRY(nbi_buf_add(out, "}]", 2));
+    if (job->params.return_ids) NB_TRY(nbi_job_write_prompt_ids(job, c, out));
     return nbi_job_write_tail(job, c, out);
 }
 

@@ -35,7 +35,7 @@ static nb_status read(nbi_job *job, const json_t *body, nbi_api_error *e)
     p->n_logprobs = (int32_t)logprobs;
     if (p->beams && job->echo && logprobs >= 0)
         return nbi_api_field(e, "echo", "not together with \"use_beam_search\" and \"logprobs\"");
-    NB_TRY(nbi_params_read_logprob_ids(p, body, "logprob_token_ids", facts, e));
+    NB_TRY(nbi_params_read_tokens(p, body, facts, e));
     return nbi_prompts_check(nbi_field(body, "prompt"), "prompt", facts, e);
 }
 
@@ -58,7 +58,7 @@ static nb_status take(nbi_job *job, nbi_choice *c, const nb_event *event)
     return nbi_buf_add(&c->text, event->text, event->n_text);
 }
 
-/* {"index":..,"text":..,"logprobs":..,"finish_reason":..} */
+/* {"index":..,"text":..,"logprobs":..,"finish_reason":..}; in a stream the first has the prompt. */
 static nb_status write_choice(nbi_job *job, nbi_choice *c, nbi_buf *out)
 {
     NB_TRY(nbi_buf_addf(out, "{\"index\":%u,\"text\":", c->index));
@@ -74,16 +74,21 @@ static nb_status write_choice(nbi_job *job, nbi_choice *c, nbi_buf *out)
         NB_TRY(nbi_logprobs_write(&c->prompt_logprobs, NBI_LOGPROBS_PROMPT, out));
     }
     NB_TRY(nbi_job_write_finish(job, c, c->done, out));
+    if (!c->opened && (job->params.return_ids || job->params.return_prompt_ids))
+        NB_TRY(nbi_job_write_prompt_ids(job, c, out));
+    c->opened = true;
+    NB_TRY(nbi_job_write_ids(job, c, out));
     return nbi_buf_add(out, "}", 1);
 }
 
 static nb_status write_delta(nbi_job *job, nbi_choice *c, nbi_buf *out)
 {
-    if (!c->text.len && !c->logprobs.n && !c->done) return NB_OK;
+    if (!c->text.len && !c->logprobs.n && !c->ids.len && !c->done) return NB_OK;
     NB_TRY(nbi_buf_add(out, "data: ", 6));
     NB_TRY(nbi_buf_add(out, job->head.data, job->head.len));
     NB_TRY(write_choice(job, c, out));
     nbi_buf_clear(&c->text);
+    NB_TRY(nbi_buf_add(out, "]", 1));
     return nbi_job_write_tail(job, c, out);
 }
 

@@ -34,9 +34,13 @@ static const neutral_field unsupported[] = {
     {"repetition_detection", NEUTRAL_EMPTY},
     {"return_hidden_states", NEUTRAL_FALSE},
     {"return_routed_experts", NEUTRAL_FALSE},
+    {"return_meta_info", NEUTRAL_FALSE},
+};
+/* Of what stands beside the tokens of an answer. */
+static const neutral_field token_fields[] = {
+    {"logprob_token_ids", NEUTRAL_EMPTY},
     {"return_token_ids", NEUTRAL_FALSE},
     {"return_prompt_token_ids", NEUTRAL_FALSE},
-    {"return_meta_info", NEUTRAL_FALSE},
 };
 /* Of beam search. */
 static const neutral_field beam_fields[] = {
@@ -93,11 +97,9 @@ static nb_status refuse_unsupported(const json_t *body, nbi_api_error *e)
     return REFUSE(body, unsupported, "not supported by this server", e);
 }
 
-nb_status nbi_params_refuse_logprob_ids(const json_t *body, nbi_api_error *e)
+nb_status nbi_params_refuse_tokens(const json_t *body, nbi_api_error *e)
 {
-    const json_t *value = nbi_field(body, "logprob_token_ids");
-    if (!value || is_neutral(value, NEUTRAL_EMPTY)) return NB_OK;
-    return nbi_api_field(e, "logprob_token_ids", "not supported by this API");
+    return REFUSE(body, token_fields, "not supported by this API", e);
 }
 
 /* ---------------------------------------------------------------- groups */
@@ -456,6 +458,15 @@ nb_status nbi_params_read_logprob_ids(nbi_params *p, const json_t *body, const c
     return NB_OK;
 }
 
+nb_status nbi_params_read_tokens(nbi_params *p, const json_t *body, const nbi_api_facts *facts,
+                                 nbi_api_error *e)
+{
+    NB_TRY(nbi_field_bool(&p->return_ids, body, "", "return_token_ids", e));
+    NB_TRY(nbi_field_bool(&p->return_prompt_ids, body, "", "return_prompt_token_ids", e));
+    NB_TRY(nbi_field_bool(&p->name_by_id, body, "", "return_tokens_as_token_ids", e));
+    return nbi_params_read_logprob_ids(p, body, "logprob_token_ids", facts, e);
+}
+
 static nb_status read_interval(nbi_params *p, const json_t *body, nbi_api_error *e)
 {
     int64_t interval = 0;
@@ -504,7 +515,7 @@ static nb_status check_ignored(const json_t *body, nbi_api_error *e)
     static const char *const strings[] = {"user",      "service_tier",      "cache_salt",
                                           "extra_key", "safety_identifier", "prompt_cache_key"};
     static const char *const booleans[] = {"store", "spaces_between_special_tokens",
-                                           "add_special_tokens", "return_tokens_as_token_ids"};
+                                           "add_special_tokens"};
     const char *string;
     json_t *object;
     bool boolean;
@@ -582,7 +593,7 @@ nb_status nbi_params_read_native(nbi_params *out, const json_t *obj, const nbi_a
     *out = defaults(facts);
     out->prefix = names.prefix;
     nb_status status = read_common(out, obj, facts, &names, 0, e);
-    if (status == NB_OK) status = nbi_params_refuse_logprob_ids(obj, e);
+    if (status == NB_OK) status = nbi_params_refuse_tokens(obj, e);
     if (status == NB_OK) status = check_ignored(obj, e);
     if (status == NB_OK) status = refuse_unsupported(obj, e);
     if (status == NB_OK) status = REFUSE(obj, beam_fields, "not supported by this API", e);

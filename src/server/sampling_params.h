@@ -43,6 +43,9 @@ typedef struct nbi_params {
     /* Log-probabilities of the answer and of the prompt: -1 none, 0 of the token, k and the k best.
      * sampling.n_logprobs is filled from them when the request is submitted. */
     int32_t n_logprobs, n_prompt_logprobs;
+    bool name_by_id;               /* tokens of log-probabilities are called "token_id:7" */
+    bool return_ids;               /* the reply has the ids of prompt and answer */
+    bool return_prompt_ids;        /* of the prompt, in every choice */
     uint32_t prompt_logprobs_from; /* prompt tokens before it are left out */
     int64_t truncate_prompt;       /* tokens kept of a longer prompt; 0: all; -1: what fits */
     int32_t priority;              /* as in nb_request_options */
@@ -72,12 +75,15 @@ nb_status nbi_params_read(nbi_params *out, const json_t *body, const nbi_api_fac
 /* `model` alone: 404 for a name that is not served. */
 nb_status nbi_params_read_model(const json_t *body, const nbi_api_facts *facts, nbi_api_error *e);
 
-/* `field`, "logprob_token_ids" or /generate's own, for surfaces that show log-probabilities of the
- * answer: after n_logprobs is set, which it changes. */
+/* For surfaces that show the tokens of an answer, after n_logprobs is set: return_token_ids,
+ * return_prompt_token_ids, return_tokens_as_token_ids, logprob_token_ids. */
+nb_status nbi_params_read_tokens(nbi_params *params, const json_t *body, const nbi_api_facts *facts,
+                                 nbi_api_error *e);
+/* For the others. */
+nb_status nbi_params_refuse_tokens(const json_t *body, nbi_api_error *e);
+/* "logprob_token_ids", or /generate's own name; changes n_logprobs. */
 nb_status nbi_params_read_logprob_ids(nbi_params *params, const json_t *body, const char *field,
                                       const nbi_api_facts *facts, nbi_api_error *e);
-/* For the others. */
-nb_status nbi_params_refuse_logprob_ids(const json_t *body, nbi_api_error *e);
 
 /* The same for SGLang's sampling_params object `obj` (NULL: all defaults): what it shares with the
  * above, max_new_tokens, min_new_tokens and sampling_seed. */

@@ -16,7 +16,8 @@ TAKEN = {
     "frequency_penalty": 0.5, "presence_penalty": 0.5, "repetition_penalty": 1.1, "logit_bias": {"5": 1}, "allowed_token_ids": [5, 6],
     "bad_words": ["x"], "thinking_token_budget": -1, "seed": 3, "n": 2, "best_of": {TEXT: 2, CHAT: 1}, "use_beam_search": True,
     "stop": "x", "stop_token_ids": [5], "stop_regex": "x", "ignore_eos": True, "skip_special_tokens": False,
-    "logprobs": {TEXT: 2, CHAT: True}, "top_logprobs": {TEXT: 2, CHAT: 0}, "logprob_token_ids": [5], "prompt_logprobs": 1, "echo": True,
+    "logprobs": {TEXT: 2, CHAT: True}, "top_logprobs": {TEXT: 2, CHAT: 0}, "logprob_token_ids": [5], "return_token_ids": True,
+    "return_prompt_token_ids": True, "return_tokens_as_token_ids": True, "prompt_logprobs": 1, "echo": True,
     "truncate_prompt_tokens": 5, "stream": True, "stream_options": None, "stream_interval": 2, "priority": 1, "rid": "a",
     "response_format": {"type": "text"}, "messages": {TEXT: 5, CHAT: ASK}, "tools": {TEXT: 5, CHAT: TOOLS},
     "tool_choice": {TEXT: 5, CHAT: "none"}, "parallel_tool_calls": False, "chat_template_kwargs": {"enable_thinking": False},
@@ -25,14 +26,12 @@ TAKEN = {
 }
 # Need a library, a template or a flag; other files test them.
 ELSEWHERE = {"json_schema", "regex", "ebnf", "guided_*", "structured_outputs", "documents", "chat_template"}
-WRONG = {"metadata": "x", "store": "x", "spaces_between_special_tokens": "x", "add_special_tokens": "x", "return_tokens_as_token_ids": "x"}
-RIGHT = {"metadata": {"a": "b"}, "store": True, "spaces_between_special_tokens": True, "add_special_tokens": True,
-         "return_tokens_as_token_ids": True}
+WRONG = {"metadata": "x", "store": "x", "spaces_between_special_tokens": "x", "add_special_tokens": "x"}
+RIGHT = {"metadata": {"a": "b"}, "store": True, "spaces_between_special_tokens": True, "add_special_tokens": True}
 REFUSED = {"suffix": "x", "logits_processors": ["x"], "repetition_detection": {"max_pattern_size": 3}, "functions": [{"name": "f"}],
-           "input_ids": [1], "return_hidden_states": True, "return_routed_experts": True, "return_token_ids": True,
-           "return_prompt_token_ids": True, "return_meta_info": True}
+           "input_ids": [1], "return_hidden_states": True, "return_routed_experts": True, "return_meta_info": True}
 NOTHING = {"suffix": "", "logits_processors": [], "repetition_detection": {}, "return_hidden_states": False, "return_routed_experts": False,
-           "return_token_ids": False, "return_prompt_token_ids": False, "return_meta_info": False}
+           "return_meta_info": False}
 
 # What SGLang and vLLM take.
 PEERS = """model messages prompt max_tokens max_completion_tokens temperature top_p top_k min_p frequency_penalty presence_penalty
