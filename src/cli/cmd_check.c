@@ -25,7 +25,7 @@ static const nbi_command command = {
         "mean square of its row. Runners and names that cannot be used here are listed with the\n"
         "reason. Exit status 1 when something is wrong that serve would use: nibble serve\n"
         "refuses to start then. Times are those of one layer, alone, called again and again: what\n"
-        "fits into a cache comes out above 100 %% of the floor.\n\n"
+        "fits into a cache comes out above 100 % of the floor.\n\n"
         "Without --model the embedded model is taken; --like makes one layer of random weights in\n"
         "the shape of a model, see nibble synth --help.",
 };

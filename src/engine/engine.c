@@ -219,7 +219,9 @@ static nb_status open_parts(nb_engine *e, const nb_engine_options *o, nb_error *
     NB_TRY(open_model(e, err));
     NB_TRY(open_tokenizer(e, err));
     NB_TRY(nbi_engine_reserve(e, kv_dtype, err));
-    return e->options.check_kernels ? check_kernels(e, kv_dtype, err) : NB_OK;
+    if (e->options.check_kernels) NB_TRY(check_kernels(e, kv_dtype, err));
+    nbi_engine_start_commit(e); /* beside the check it would take its processors */
+    return NB_OK;
 }
 
 nb_status nb_engine_open(nb_engine **out, const nb_engine_options *o, nb_error *err)

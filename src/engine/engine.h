@@ -210,7 +210,8 @@ nb_status nbi_engine_check_weights(void *engine, const nbi_config *config, uint6
                                    nb_error *err);
 /* Plans, prints the plan, reserves. */
 nb_status nbi_engine_reserve(nb_engine *e, nbi_dtype kv_dtype, nb_error *err);
-/* Ends the thread that commits the KV pages. */
+/* Commits the KV pages on a thread of its own, which the other call ends. */
+void nbi_engine_start_commit(nb_engine *e);
 void nbi_engine_stop_commit(nb_engine *e);
 /* What a request of n_max tokens takes, without penalties and grammar. */
 size_t nbi_request_bytes(uint32_t n_max, size_t n_text);

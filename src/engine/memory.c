@@ -18,7 +18,8 @@
 #define REQUESTS_FRACTION \
     0.05 /* of what is free, for requests, unless the running ones need more */
 
-#define COMMIT_PIECE ((size_t)32 << 20)
+/* A huge page: the lock of the address space is held for a piece, and whoever maps waits for it. */
+#define COMMIT_PIECE ((size_t)2 << 20)
 
 typedef struct memory_plan {
     uint64_t available, weights, workspace, batches, requests, page, tree_page;
@@ -197,7 +198,7 @@ static void *commit_main(void *arg)
 }
 
 /* Detached: a process that ends while it loads joins nobody. */
-static void start_commit(nb_engine *e)
+void nbi_engine_start_commit(nb_engine *e)
 {
     pthread_attr_t attr;
     pthread_t thread;
@@ -237,6 +238,5 @@ nb_status nbi_engine_reserve(nb_engine *e, nbi_dtype kv_dtype, nb_error *err)
     e->turns = nbi_calloc(NBI_CLIENTS, sizeof *e->turns);
     e->running = nbi_calloc(e->max_running, sizeof *e->running);
     if (!e->running || !e->turns) return nbi_fail(err, NB_NO_MEMORY, "engine: out of memory");
-    start_commit(e);
     return NB_OK;
 }

@@ -48,11 +48,16 @@ uint32_t nbi_gate_below(nbi_gate *g, uint32_t n)
     return (uint32_t)(((g->random >> 32) * n) >> 32);
 }
 
+/* The sum of four uniform numbers, from one step of splitmix64. */
 float nbi_gate_normal(nbi_gate *g)
 {
-    float sum = 0;
-    for (int i = 0; i < 4; i++) sum += (float)nbi_gate_below(g, 1u << 20) / (float)(1u << 20);
-    return (sum - 2) * 1.7320508f;
+    uint64_t z = g->random += 0x9E3779B97F4A7C15u;
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EBu;
+    z ^= z >> 31;
+    const uint32_t sum = (uint32_t)(z & 0xffff) + (uint32_t)(z >> 16 & 0xffff) +
+                         (uint32_t)(z >> 32 & 0xffff) + (uint32_t)(z >> 48);
+    return ((float)sum - 2 * 65535.0f) * (1.7320508f / 65536);
 }
 
 void nbi_gate_fill(nbi_gate *g, float *x, size_t n)

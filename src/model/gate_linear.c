@@ -1,4 +1,7 @@
-/* Linear layers: some rows of real matrices, for one and for more tokens. */
+/* Linear layers: some rows of real matrices, for one and for more tokens.
+ *
+ * Every token is a sum of two base vectors, so that a row is multiplied twice in double, whatever
+ * the number of tokens. */
 #include <math.h>
 #include <stdio.h>
 #include <string.h>
@@ -6,6 +9,7 @@
 #include "base/clock.h"
 #include "model/gate_parts.h"
 
+#define BASES      2u
 #define ROWS_MAX   512u
 #define ROWS_BRIEF 48u
 #define TOKENS     33u /* past what kernels for few tokens take */
@@ -26,31 +30,56 @@ typedef struct linear_case {
     uint32_t tokens, n_rows;
     uint32_t rows[ROWS_MAX];
     nbi_gate_buffer x, y; /* parts of the memory */
-    double *want;         /* [tokens][n_rows] */
+    float *base;          /* [BASES][cols] as the products see them */
+    float mix[TOKENS][BASES];
+    double products[BASES][ROWS_MAX];
     bool no_memory;
 } linear_case;
+
+/* Activations are rounded to NVFP4 in front of the product. */
+static bool rounds(const linear_case *c)
+{
+    return c->g->b->w4a4 && c->w->host.kind == NBI_WEIGHT_NVFP4 && c->w->host.input_scale > 0;
+}
 
 static void row_task(void *arg, uint32_t begin, uint32_t end, uint32_t thread)
 {
     linear_case *c = arg;
     const nbi_matrix *m = &c->w->host;
-    const bool rounded = c->g->b->w4a4 && m->kind == NBI_WEIGHT_NVFP4 && m->input_scale > 0;
     (void)thread;
-    float *row = nbi_malloc(2 * (size_t)m->cols * sizeof *row);
+    float *row = nbi_malloc(m->cols * sizeof *row);
     if (!row) {
         c->no_memory = true;
         return;
     }
-    float *xr = row + m->cols;
     for (uint32_t i = begin; i < end; i++) {
         nbi_matrix_row(m, c->rows[i], row);
-        for (uint32_t t = 0; t < c->tokens; t++) {
-            const float *x = (const float *)c->x.host + (size_t)t * m->cols;
-            if (rounded) nbi_nvfp4_round_row(x, m->cols, m->input_scale, xr);
-            c->want[(size_t)t * c->n_rows + i] = nbi_gate_dot(rounded ? xr : x, row, m->cols);
-        }
+        for (uint32_t b = 0; b < BASES; b++)
+            c->products[b][i] = nbi_gate_dot(c->base + (size_t)b * m->cols, row, m->cols);
     }
     nbi_free(row);
+}
+
+/* Rounding is not linear: a token is then one of the bases. */
+static nb_status make_tokens(linear_case *c, nb_error *err)
+{
+    const nbi_matrix *m = &c->w->host;
+    const bool rounded = rounds(c);
+    float *x = c->x.host;
+    c->base = nbi_malloc(BASES * (size_t)m->cols * sizeof *c->base);
+    if (!c->base) return nbi_fail(err, NB_NO_MEMORY, "check: out of memory");
+    nbi_gate_fill(c->g, c->base, BASES * (size_t)m->cols);
+    for (uint32_t t = 0; t < c->tokens; t++) {
+        for (uint32_t b = 0; b < BASES; b++)
+            c->mix[t][b] = rounded ? (float)(b == t % BASES) : nbi_gate_normal(c->g);
+        for (uint32_t j = 0; j < m->cols; j++)
+            *x++ = c->mix[t][0] * c->base[j] + c->mix[t][1] * c->base[m->cols + j];
+    }
+    for (uint32_t b = 0; b < BASES && rounded; b++) {
+        float *base = c->base + (size_t)b * m->cols;
+        nbi_nvfp4_round_row(base, m->cols, m->input_scale, base);
+    }
+    return NB_OK;
 }
 
 static void call(const linear_case *c, uint32_t first, uint32_t n)
@@ -71,10 +100,15 @@ static double row_error(const linear_case *c, uint32_t t)
 {
     const float *y = (const float *)c->y.host + (size_t)t * c->w->host.rows;
     float got[ROWS_MAX];
+    double want[ROWS_MAX];
     for (uint32_t r = 0; r < c->w->host.rows; r++)
         if (!isfinite(y[r])) return INFINITY;
-    for (uint32_t i = 0; i < c->n_rows; i++) got[i] = y[c->rows[i]];
-    return nbi_gate_error(got, c->want + (size_t)t * c->n_rows, c->n_rows);
+    for (uint32_t i = 0; i < c->n_rows; i++) {
+        got[i] = y[c->rows[i]];
+        want[i] =
+            (double)c->mix[t][0] * c->products[0][i] + (double)c->mix[t][1] * c->products[1][i];
+    }
+    return nbi_gate_error(got, want, c->n_rows);
 }
 
 /* Tokens [first, first + n) in one call; what was there before is NaN. */
@@ -121,15 +155,13 @@ static nb_status check_weight(linear_case *c, linear_memory *memory, nbi_gate_re
                               nb_error *err)
 {
     const nbi_matrix *m = &c->w->host;
-    c->want = nbi_malloc((size_t)c->tokens * c->n_rows * sizeof *c->want);
-    if (!c->want) return nbi_fail(err, NB_NO_MEMORY, "check: out of memory");
     const size_t token = c->tokens * sizeof(float);
     NB_TRY(borrow(c->g, &c->x, &memory->x, m->cols * token, err));
     NB_TRY(borrow(c->g, &c->y, &memory->y, m->rows * token, err));
-    nbi_gate_fill(c->g, c->x.host, (size_t)c->tokens * m->cols);
+    NB_TRY(make_tokens(c, err));
     for (uint32_t i = 0; i < c->n_rows; i++)
         c->rows[i] = (uint32_t)((uint64_t)i * (m->rows - 1) / (c->n_rows > 1 ? c->n_rows - 1 : 1));
-    nbi_gate_each(c->g, row_task, c, c->n_rows, 4, (uint64_t)c->n_rows * c->tokens * m->cols);
+    nbi_gate_each(c->g, row_task, c, c->n_rows, 4, (uint64_t)c->n_rows * BASES * m->cols);
     if (c->no_memory) return nbi_fail(err, NB_NO_MEMORY, "check: out of memory");
     nbi_gate_up(c->g, &c->x);
     NB_TRY(run(c, 0, 1, &out->error, err));
@@ -150,13 +182,12 @@ static nb_status try_weight(nbi_gate *g, linear_memory *memory, const nbi_weight
     if (macs * TOKENS > most) c.tokens = macs * FEW > most ? 1 : nbi_gate_rows(g, FEW);
     const uint32_t looked_at = g->opt->brief ? ROWS_BRIEF : ROWS_MAX;
     c.n_rows = m->rows < looked_at ? m->rows : looked_at;
-    const bool w4a4 = g->b->w4a4 && m->kind == NBI_WEIGHT_NVFP4 && m->input_scale > 0;
     nbi_gate_result out = {
-        .kind = "linear", .chosen = true, .supported = true, .bound = nbi_gate_bound(w4a4)};
+        .kind = "linear", .chosen = true, .supported = true, .bound = nbi_gate_bound(rounds(&c))};
     snprintf(out.path, sizeof out.path, "%s", nbi_weight_kind_name(m->kind));
     snprintf(out.where, sizeof out.where, "%s", m->name ? m->name : "matrix");
     const nb_status st = check_weight(&c, memory, &out, err);
-    nbi_free(c.want);
+    nbi_free(c.base);
     if (st == NB_OK) nbi_gate_say(g, &out);
     return st;
 }
