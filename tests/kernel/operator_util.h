@@ -1,8 +1,8 @@
 /* Shared by the operator tests: seeded numbers, guarded and poisoned buffers, backends of every
  * level, paged batches, timing.
  *
- * Every test program prints its seed first; `--seed N` repeats a run. `--bench` makes programs
- * time their operators. */
+ * The numbers are the same in every run; `--seed N` gives others. `--bench` makes programs time
+ * their operators. */
 #pragma once
 
 #include <setjmp.h>
@@ -22,7 +22,7 @@
 /* ---- command line and random numbers */
 extern bool op_bench;
 
-/* Reads --seed and --bench, prints the seed. */
+/* Reads --seed and --bench. */
 void op_begin(int argc, char **argv);
 
 uint64_t op_random(void);
