@@ -118,19 +118,25 @@ static void on_notify(void *user)
     choice->job->hooks.event(choice->job->hooks.user);
 }
 
+/* Which answers are shown, and in which order, is known when all are done. */
+static bool is_ranked(const nbi_job *job)
+{
+    return job->params.beams || job->params.best_of > job->params.n;
+}
+
 /* Asks the engine for the most that is wanted of any token. */
 static void set_logprobs(const nbi_job *job, nb_sampling *s)
 {
     const nbi_params *p = &job->params;
     s->n_logprobs = p->n_logprobs > p->n_prompt_logprobs ? p->n_logprobs : p->n_prompt_logprobs;
-    if (p->best_of > p->n && s->n_logprobs < 0 && !p->beams) s->n_logprobs = 0;
+    if (is_ranked(job) && s->n_logprobs < 0 && !p->beams) s->n_logprobs = 0;
     s->prompt_logprobs = p->n_prompt_logprobs >= 0 || (job->echo && p->n_logprobs >= 0);
 }
 
 /* Events the engine gathers before it says so; the first and the last come at once. */
 static uint32_t notify_events(const nbi_job *job)
 {
-    if (!job->params.stream) return READ_EVENTS;
+    if (!job->params.stream || is_ranked(job)) return READ_EVENTS;
     return job->params.stream_interval ? job->params.stream_interval : job->served->stream_interval;
 }
 
@@ -573,31 +579,6 @@ bool nbi_job_finished(const nbi_job *job)
     return job->error.http || job->n_done == job->n_choices;
 }
 
-void nbi_job_pump(nbi_job *job, nbi_buf *out)
-{
-    if (nbi_job_is_pending(job)) {
-        if (!nbi_order_is_done(job->order)) return;
-        submit_late(job);
-        if (job->error.http) return;
-    }
-    for (uint32_t i = 0; i < job->n_choices && !job->error.http; i++) {
-        nbi_choice *c = &job->choices[i];
-        if (c->done || !atomic_exchange(&c->signalled, false)) continue;
-        read_choice(job, c);
-        if (!job->params.stream || job->error.http) continue;
-        size_t before = out->len;
-        if (job->surface->write_delta(job, c, out) != NB_OK) {
-            nbi_api_error e = {0};
-            nbi_api_no_memory(&e, "this request");
-            nbi_job_fail(job, &e);
-            out->len = before;
-        }
-    }
-    if (!job->params.stream || job->ended || !nbi_job_finished(job)) return;
-    job->cut = write_end(job, out) != NB_OK;
-    job->ended = true;
-}
-
 static double mean_logprob(const nbi_choice *c)
 {
     return c->n_tokens ? c->sum_logprob / c->n_tokens : 0;
@@ -637,6 +618,54 @@ static nb_status write_reply(nbi_job *job, nbi_buf *out)
     NB_TRY(nbi_job_write_usage(job, NULL, out));
     if (job->surface->write_extra) NB_TRY(job->surface->write_extra(job, out));
     return nbi_buf_add(out, "}", 1);
+}
+
+/* The answers of a stream, all at once. */
+static nb_status write_ranked(nbi_job *job, nbi_buf *out)
+{
+    if (job->surface->ranked_as_one) {
+        NB_TRY(nbi_buf_add(out, "data: ", 6));
+        NB_TRY(write_reply(job, out));
+        return nbi_buf_add(out, "\n\n", 2);
+    }
+    rank(job);
+    for (uint32_t i = 0; i < job->n_choices; i++) {
+        nbi_choice *c = &job->choices[i];
+        if (!c->outranked) NB_TRY(job->surface->write_delta(job, c, out));
+    }
+    return NB_OK;
+}
+
+/* Events that memory did not suffice for are taken back, and the stream ends with an error. */
+static void fail_writing(nbi_job *job, nbi_buf *out, size_t before)
+{
+    nbi_api_error e = {0};
+    nbi_api_no_memory(&e, "this request");
+    nbi_job_fail(job, &e);
+    out->len = before;
+}
+
+void nbi_job_pump(nbi_job *job, nbi_buf *out)
+{
+    if (nbi_job_is_pending(job)) {
+        if (!nbi_order_is_done(job->order)) return;
+        submit_late(job);
+        if (job->error.http) return;
+    }
+    for (uint32_t i = 0; i < job->n_choices && !job->error.http; i++) {
+        nbi_choice *c = &job->choices[i];
+        if (c->done || !atomic_exchange(&c->signalled, false)) continue;
+        read_choice(job, c);
+        if (!job->params.stream || is_ranked(job) || job->error.http) continue;
+        size_t before = out->len;
+        if (job->surface->write_delta(job, c, out) != NB_OK) fail_writing(job, out, before);
+    }
+    if (!job->params.stream || job->ended || !nbi_job_finished(job)) return;
+    size_t before = out->len;
+    if (is_ranked(job) && !job->error.http && write_ranked(job, out) != NB_OK)
+        fail_writing(job, out, before);
+    job->cut = write_end(job, out) != NB_OK;
+    job->ended = true;
 }
 
 bool nbi_job_reply(nbi_job *job, nbi_buf *out)

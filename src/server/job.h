@@ -68,6 +68,7 @@ typedef struct nbi_surface {
     bool count_only;          /* nothing is generated: the reply follows from the prompts */
     bool ranks;               /* best_of may be more than n */
     bool beams;               /* searches with beams */
+    bool ranked_as_one;       /* streamed, ranked answers are one event: the whole reply */
     bool keeps_ids;
     bool shows_abort; /* an aborted answer is a reply with this finish, not an error */
     bool bodyless;    /* GET as well as POST, and no body is read; errors are 503 */

@@ -29,9 +29,6 @@ static nb_status read(nbi_job *job, const json_t *body, nbi_api_error *e)
         return nbi_api_field(e, p->max_tokens_field,
                              "0 gives an answer only with \"echo\" or \"prompt_logprobs\"");
     }
-    if (p->best_of > p->n && p->stream) {
-        return nbi_api_field(e, "best_of", "more than n is not available when \"stream\" is true");
-    }
     p->n_logprobs = (int32_t)logprobs;
     if (p->beams && job->echo && logprobs >= 0)
         return nbi_api_field(e, "echo", "not together with \"use_beam_search\" and \"logprobs\"");
@@ -97,6 +94,7 @@ const nbi_surface nbi_surface_completions = {
     .object = "text_completion",
     .chunk_object = "text_completion",
     .ranks = true,
+    .ranked_as_one = true,
     .beams = true,
     .shows_abort = true,
     .logprob_shape = NBI_LOGPROBS_COMPLETIONS,

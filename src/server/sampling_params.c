@@ -258,8 +258,6 @@ static nb_status read_beams(nbi_params *p, const json_t *body, const nbi_api_fac
         return nbi_api_field(e, "length_penalty", "%.9g is outside of -%d to %d", p->length_penalty,
                              NBI_LENGTH_PENALTY_MAX, NBI_LENGTH_PENALTY_MAX);
     }
-    if (p->stream)
-        return nbi_api_field(e, "use_beam_search", "not available when \"stream\" is true");
     if (p->best_of > most) return nbi_api_field(e, width, "%u beams, at most %u", p->best_of, most);
     if (p->has_max_tokens && !p->max_tokens)
         return nbi_api_field(e, p->max_tokens_field, "0 leaves nothing to search for");

@@ -4,6 +4,7 @@ import json
 import threading
 
 import pytest
+from api_server import stream
 from test_disconnect import begin, wait_running
 from test_errors import error_of
 
@@ -80,6 +81,56 @@ def test_chat(server, eos):
         assert choice["finish_reason"] == ("stop" if ended else "length")
 
 
+@pytest.mark.parametrize("usage", [False, True])
+def test_streamed(server, usage):
+    """As vLLM streams a search: nothing until it is over, then the whole reply as one event."""
+    body = {"prompt": [PROMPT, "x"], "n": 2, "best_of": 4, "max_tokens": 6, "logprobs": 1, "return_token_ids": True}
+    whole = complete(server, **body)
+    options = {"stream_options": {"include_usage": True}} if usage else {}
+    events = stream(server, "/v1/completions", {**body, "use_beam_search": True, **options})
+    assert events[-1] == "[DONE]" and len(events) == 2 + usage
+    assert events[0]["choices"] == whole["choices"] and events[0]["object"] == "text_completion"
+    for event in events[:-1]:
+        assert {**event["usage"], "prompt_tokens_details": None} == {**whole["usage"], "prompt_tokens_details": None}
+    assert not usage or events[1]["choices"] == []
+
+
+@pytest.mark.parametrize("extra", [{}, {"separate_reasoning": False, "logprobs": True}, {"return_token_ids": True}])
+def test_chat_streamed(server, extra):
+    """Choice after choice, the best first, with the events of any stream."""
+    body = {"messages": ASK, "use_beam_search": True, "n": 2, "best_of": 4, "max_tokens": 8, **extra}
+    whole = server.post("/v1/chat/completions", body).json()
+    events = stream(server, "/v1/chat/completions", {**body, "stream_options": {"include_usage": True}})
+    assert events[-1] == "[DONE]" and events[-2]["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"]
+    parts = [c for event in events[:-2] for c in event["choices"]]
+    assert [c["index"] for c in parts] == sorted(c["index"] for c in parts)
+    for want in whole["choices"]:
+        own = [c for c in parts if c["index"] == want["index"]]
+        for key in ("content", "reasoning_content"):
+            assert "".join(c["delta"].get(key) or "" for c in own) == (want["message"][key] or "")
+        assert own[0]["delta"]["role"] == "assistant"
+        assert [c["finish_reason"] for c in own] == [None] * (len(own) - 1) + [want["finish_reason"]]
+        if "logprobs" in extra:
+            assert sum((c["logprobs"]["content"] for c in own if c["logprobs"]), []) == want["logprobs"]["content"]
+        if "return_token_ids" in extra:
+            assert sum((c.get("token_ids", []) for c in own), []) == want["token_ids"]
+
+
+def test_clients(client, model):
+    """OpenAI's client reads both."""
+    extra = {"use_beam_search": True}
+    [chunk] = client.completions.create(model=model, prompt=PROMPT, n=3, max_tokens=5, stream=True, extra_body=extra)
+    whole = client.completions.create(model=model, prompt=PROMPT, n=3, max_tokens=5, extra_body=extra)
+    assert [c.text for c in chunk.choices] == [c.text for c in whole.choices]
+    texts = {}
+    for chunk in client.chat.completions.create(model=model, messages=ASK, n=3, max_tokens=5, stream=True,
+                                                extra_body={**extra, "separate_reasoning": False}):
+        for choice in chunk.choices:
+            texts[choice.index] = texts.get(choice.index, "") + (choice.delta.content or "")
+    whole = client.chat.completions.create(model=model, messages=ASK, n=3, max_tokens=5, extra_body={**extra, "separate_reasoning": False})
+    assert texts == {c.index: c.message.content for c in whole.choices}
+
+
 def test_width_and_answers(server):
     """best_of is the width, of which the n best come; several prompts are searches of their own."""
     whole = complete(server, n=5, max_tokens=6)["choices"]
@@ -112,7 +163,6 @@ def test_refused_together(server, path, base, field, value):
 
 def test_refused(server):
     for path, base in (("/v1/completions", {"prompt": "x"}), ("/v1/chat/completions", {"messages": ASK})):
-        error_of(server.post(path, {**base, "use_beam_search": True, "stream": True}), param="use_beam_search")
         error_of(server.post(path, {**base, "length_penalty": 2}), param="length_penalty")
         error_of(server.post(path, {**base, "early_stopping": True}), param="early_stopping")
         neutral = {"use_beam_search": False, "length_penalty": 1, "early_stopping": "never", "max_tokens": 1}

@@ -52,7 +52,8 @@ def test_best_of(server):
     quiet = completion(server, n=2, best_of=5, **{**body, "logprobs": None})
     assert [c["text"] for c in quiet["choices"]] == [c["text"] for c in best["choices"]] and quiet["choices"][0]["logprobs"] is None
     error_of(server.post("/v1/completions", {"prompt": "x", "n": 3, "best_of": 2}), param="best_of")
-    error_of(server.post("/v1/completions", {"prompt": "x", "n": 1, "best_of": 2, "stream": True}), param="best_of")
+    events = stream(server, "/v1/completions", {"prompt": PROMPT, "n": 2, "best_of": 5, "ignore_eos": True, **body})
+    assert len(events) == 2 and events[0]["choices"] == best["choices"] and events[0]["usage"]["completion_tokens"] == 30
 
 
 @pytest.mark.parametrize("parts", [False, True])
