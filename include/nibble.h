@@ -158,7 +158,9 @@ typedef struct nb_engine_info {
     uint64_t weight_bytes;
     uint64_t kv_bytes;
     uint64_t workspace_bytes;
-    uint64_t request_bytes; /* that all requests together may take */
+    uint64_t request_bytes;           /* that all requests together may take */
+    uint64_t tree_bytes, batch_bytes; /* of the prefix tree and of the batches of steps */
+    uint64_t available_bytes;         /* what was planned into, of the device; 0: not known */
     uint32_t max_running, max_queued;
     const int32_t *eos_ids; /* [n_eos] ids that end an answer */
     uint32_t n_eos;
@@ -166,6 +168,21 @@ typedef struct nb_engine_info {
 } nb_engine_info;
 
 void nb_engine_get_info(const nb_engine *engine, nb_engine_info *info);
+
+/* With check_kernels: what serving takes, compared with sums in double, and the MoE runners it does
+ * not take. Strings live as long as the engine. */
+typedef struct nb_check_result {
+    const char *kind;  /* "linear", "mlp", "attention", "runner" */
+    const char *path;  /* e.g. "latent, decode"; of a runner its name */
+    const char *where; /* layer or module */
+    const char *why;   /* why not supported, else "" */
+    bool chosen, supported;
+    bool compared;       /* else without the two below */
+    double error, bound; /* largest difference of one value, over the root mean square of its row */
+} nb_check_result;
+
+/* Result i in the order they were found; false behind the last. */
+bool nb_engine_get_check(const nb_engine *engine, uint32_t i, nb_check_result *out);
 
 /* Makes the engine step in a thread of its own until nb_engine_close(). */
 nb_status nb_engine_start(nb_engine *engine, nb_error *error);

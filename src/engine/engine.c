@@ -196,6 +196,31 @@ static nb_status open_tokenizer(nb_engine *e, nb_error *err)
     return NB_OK;
 }
 
+static void keep_check(void *user, const nbi_gate_result *r)
+{
+    nb_engine *e = user;
+    nbi_gate_result *all = nbi_realloc(e->checks, (e->n_checks + 1) * sizeof *all);
+    if (!all) return; /* they are for people to read */
+    all[e->n_checks++] = *r;
+    e->checks = all;
+}
+
+bool nb_engine_get_check(const nb_engine *e, uint32_t i, nb_check_result *out)
+{
+    if (i >= e->n_checks) return false;
+    const nbi_gate_result *r = &e->checks[i];
+    *out = (nb_check_result){.kind = r->kind,
+                             .path = r->path,
+                             .where = r->where,
+                             .why = r->why,
+                             .chosen = r->chosen,
+                             .supported = r->supported,
+                             .compared = r->supported && !r->not_run,
+                             .error = r->error,
+                             .bound = r->bound};
+    return true;
+}
+
 /* The short form of `nibble check`: what is wrong is not served. */
 static nb_status check_kernels(nb_engine *e, nbi_dtype kv_dtype, nb_error *err)
 {
@@ -204,7 +229,9 @@ static nb_status check_kernels(nb_engine *e, nbi_dtype kv_dtype, nb_error *err)
                         &(nbi_gate_options){.brief = true,
                                             .kv_dtype = kv_dtype,
                                             .max_seqs = e->max_running,
-                                            .max_context = e->max_context},
+                                            .max_context = e->max_context,
+                                            .each = keep_check,
+                                            .user = e},
                         err));
     nbi_log(NB_LOG_INFO, "check: linear layers, attention and experts are right on %s (%.0f ms)",
             e->backend->description, 1e-6 * (double)(nbi_now_ns() - begin));
@@ -296,6 +323,7 @@ void nb_engine_close(nb_engine **engine)
     if (e->running) end_all(e, NB_FINISH_CANCELLED, NULL);
     nbi_free(e->running);
     nbi_free(e->turns);
+    nbi_free(e->checks);
     nbi_step_batch_destroy(&e->batch);
     nbi_step_batch_destroy(&e->drafting);
     nbi_prefix_deinit(&e->prefix);
@@ -425,6 +453,9 @@ void nb_engine_get_info(const nb_engine *e, nb_engine_info *info)
                              .kv_bytes = e->kv.bytes,
                              .workspace_bytes = e->workspace_bytes,
                              .request_bytes = e->request_bytes_max,
+                             .tree_bytes = e->tree_bytes,
+                             .batch_bytes = e->batch_bytes,
+                             .available_bytes = e->available_bytes,
                              .max_running = e->max_running,
                              .max_queued = e->max_queued,
                              .eos_ids = c->eos,

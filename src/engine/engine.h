@@ -177,8 +177,10 @@ struct nb_engine {
     nbi_step_batch drafting; /* the MTP layer's */
     uint32_t n_draft_steps;  /* 0: no drafting */
     uint32_t max_context, chunk_size, max_running, n_valid_ids, max_token_bytes;
-    uint64_t workspace_bytes;
+    uint64_t workspace_bytes, tree_bytes, batch_bytes, available_bytes;
     const char *model_name;
+    struct nbi_gate_result *checks; /* [n_checks] of the start */
+    uint32_t n_checks;
 
     pthread_mutex_t step_lock; /* guards the two below */
     void (*after_step)(void *user);

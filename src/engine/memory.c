@@ -226,6 +226,9 @@ nb_status nbi_engine_reserve(nb_engine *e, nbi_dtype kv_dtype, nb_error *err)
     print_plan(e, &p);
     e->workspace_bytes = p.workspace;
     e->request_bytes_max = p.requests;
+    e->tree_bytes = p.n_pages * p.tree_page;
+    e->batch_bytes = p.batches;
+    e->available_bytes = p.available;
     uint32_t rows = step_rows(e), logits = step_logit_rows(e);
     NB_TRY(nbi_model_reserve(e->model, rows, e->max_running, logits, e->max_context, err));
     NB_TRY(nbi_kv_create(&e->kv, e->backend, nbi_model_config(e->model), kv_dtype, p.n_pages, err));

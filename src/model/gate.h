@@ -17,6 +17,7 @@ typedef struct nbi_gate_result {
     char where[96];   /* layer or module */
     bool chosen;      /* serving would use it */
     bool supported;   /* else `why` */
+    bool not_run;     /* only asked whether it is supported: ok, error and bound say nothing */
     bool ok;          /* error <= bound, and nothing in `why` */
     char why[256];    /* of not supported, or of a failure that is not an error above the bound */
     double error, bound;
@@ -27,7 +28,7 @@ typedef struct nbi_gate_result {
 
 typedef struct nbi_gate_options {
     const char *runner; /* NULL: the model's; "all"; or a name, refused as at load */
-    bool brief;         /* the chosen paths, small cases, not timed */
+    bool brief;         /* the chosen paths, small cases, not timed; other runners are not run */
     nbi_dtype kv_dtype;
     uint32_t max_seqs, max_context;                     /* as reserved */
     void (*each)(void *user, const nbi_gate_result *r); /* may be NULL */

@@ -364,17 +364,19 @@ static nb_status try_prepared(moe_case *c, const nbi_moe_runner_ops *r, const nb
     return st;
 }
 
-static nb_status try_runner(moe_case *c, const nbi_moe_runner_ops *r, nb_error *err)
+static nb_status try_runner(moe_case *c, const nbi_moe_runner_ops *r, bool run, nb_error *err)
 {
     nbi_model *m = c->g->m;
     const nbi_moe_shape *s = &c->e->shape;
-    nbi_gate_result out = {
-        .kind = "runner", .chosen = r == m->runner, .bound = nbi_gate_bound(s->w4a4)};
+    nbi_gate_result out = {.kind = "runner",
+                           .chosen = r == m->runner,
+                           .not_run = !run,
+                           .bound = nbi_gate_bound(s->w4a4)};
     snprintf(out.path, sizeof out.path, "%s", r->name);
     snprintf(out.where, sizeof out.where, "layer %u, %u experts of %u x %u, %s", c->e->layer,
              s->n_experts, s->inter, s->hidden, nbi_weight_kind_name(s->kind_gate_up));
     out.supported = r->supports(m->b, s, out.why, sizeof out.why);
-    if (!out.supported) {
+    if (!out.supported || !run) {
         nbi_gate_say(c->g, &out);
         return NB_OK;
     }
@@ -386,6 +388,14 @@ static nb_status try_runner(moe_case *c, const nbi_moe_runner_ops *r, nb_error *
     return st;
 }
 
+/* The runners that serving does not take: could they? */
+static nb_status ask_others(moe_case *c, nb_error *err)
+{
+    for (const nbi_moe_runner_ops *const *r = nbi_moe_runners(); *r; r++)
+        if (strcmp((*r)->name, c->g->m->runner->name) != 0) NB_TRY(try_runner(c, *r, false, err));
+    return NB_OK;
+}
+
 static nb_status try_runners(moe_case *c, nb_error *err)
 {
     nbi_model *m = c->g->m;
@@ -393,10 +403,11 @@ static nb_status try_runners(moe_case *c, nb_error *err)
     const nbi_moe_runner_ops *named = m->runner;
     if (!name || strcmp(name, "all") != 0) {
         if (name) NB_TRY(nbi_moe_runner_choose(&named, name, m->b, &c->e->shape, err));
-        return try_runner(c, named, err);
+        NB_TRY(try_runner(c, named, true, err));
+        return c->g->opt->brief && !name ? ask_others(c, err) : NB_OK;
     }
     for (const nbi_moe_runner_ops *const *r = nbi_moe_runners(); *r; r++)
-        NB_TRY(try_runner(c, *r, err));
+        NB_TRY(try_runner(c, *r, true, err));
     return NB_OK;
 }
 

@@ -84,10 +84,41 @@ static nb_status write_limits(const nbi_server *server, nbi_buf *out)
 
 static nb_status write_memory(const nb_engine_info *info, nbi_buf *out)
 {
-    return nbi_buf_addf(
-        out, ",\"memory\":{\"weight_bytes\":%llu,\"kv_bytes\":%llu,\"workspace_bytes\":%llu}",
+    NB_TRY(nbi_buf_addf(
+        out, ",\"memory\":{\"weight_bytes\":%llu,\"kv_bytes\":%llu,\"workspace_bytes\":%llu",
         (unsigned long long)info->weight_bytes, (unsigned long long)info->kv_bytes,
-        (unsigned long long)info->workspace_bytes);
+        (unsigned long long)info->workspace_bytes));
+    return nbi_buf_addf(out,
+                        ",\"request_bytes\":%llu,\"batch_bytes\":%llu,\"prefix_tree_bytes\":%llu,"
+                        "\"available_bytes\":%llu}",
+                        (unsigned long long)info->request_bytes,
+                        (unsigned long long)info->batch_bytes, (unsigned long long)info->tree_bytes,
+                        (unsigned long long)info->available_bytes);
+}
+
+static nb_status write_check(const nb_check_result *r, bool first, nbi_buf *out)
+{
+    NB_TRY(
+        nbi_job_write_string(out, first ? "{\"kind\":" : ",{\"kind\":", r->kind, strlen(r->kind)));
+    NB_TRY(nbi_job_write_string(out, ",\"path\":", r->path, strlen(r->path)));
+    NB_TRY(nbi_job_write_string(out, ",\"where\":", r->where, strlen(r->where)));
+    NB_TRY(nbi_job_write_string(out, ",\"why\":", r->why, strlen(r->why)));
+    NB_TRY(nbi_buf_addf(out, ",\"chosen\":%s,\"supported\":%s", r->chosen ? "true" : "false",
+                        r->supported ? "true" : "false"));
+    bool shown = r->compared && r->error <= 1e300; /* JSON has no infinity */
+    if (!shown) return nbi_buf_addf(out, ",\"error\":null,\"bound\":null}");
+    return nbi_buf_addf(out, ",\"error\":%.9g,\"bound\":%.9g}", r->error, r->bound);
+}
+
+/* What was compared before serving began: all of it was right. */
+static nb_status write_checks(const nb_engine *engine, nbi_buf *out)
+{
+    nb_check_result r;
+    NB_TRY(nbi_buf_addf(out, ",\"checks\":["));
+    for (uint32_t i = 0; nb_engine_get_check(engine, i, &r); i++) {
+        NB_TRY(write_check(&r, i == 0, out));
+    }
+    return nbi_buf_addf(out, "]");
 }
 
 /* Benchmark clients read internal_states[0].avg_spec_accept_length. */
@@ -136,6 +167,7 @@ static nb_status write_server(const nbi_server *server, nbi_buf *out)
                         info->max_context ? info->max_context - 1 : 0,
                         (double)(nbi_now_ns() - server->options.start_ns) / 1e9));
     NB_TRY(write_memory(info, out));
+    NB_TRY(write_checks(served->engine, out));
     NB_TRY(write_limits(server, out));
     NB_TRY(write_states(served, out));
     return nbi_buf_add(out, "}", 1);
