@@ -32,6 +32,7 @@ static const nbi_command command = {
             "SGLang's /generate; /tokenize, /detokenize, /model_info, /server_info, /flush_cache,\n"
             "/abort_request, /version, /ping. /openapi.json describes them, docs/api.md explains "
             "them.\n"
+            "GET / is a page for the browser: chat, live charts, what the server is.\n"
             "The port opens at once; until the model is loaded requests get 503 and\n"
             "/health shows how far it is. SIGINT or SIGTERM takes no new requests, lets those\n"
             "that run finish and ends the server; a second one ends it at once. SIGHUP reads API\n"

@@ -35,6 +35,8 @@ typedef struct nbi_http_options {
     {"cors-origin", NBI_OPT_LIST, &(o)->origins, "ORIGIN",                                         \
      "pages of this origin may call the API from a browser; may be repeated;\n"                    \
      "*: of every origin (default: none)", false},                                                 \
+    {"no-ui", NBI_OPT_FLAG, &(o)->server->no_ui, NULL,                                             \
+     "no web page at / (and no log under /ui/log)", false},                                        \
     {"max-body-bytes", NBI_OPT_BYTES, &(o)->server->max_body_bytes, "N",                           \
      "size of a request body at most (default 64Mi)", false},                                      \
     {"max-buffered-bytes", NBI_OPT_BYTES, &(o)->server->max_buffered_bytes, "N",                   \

@@ -8,6 +8,7 @@
 #include "base/log.h"
 #include "server/cors.h"
 #include "server/http.h"
+#include "server/page.h"
 #include "server/sender.h"
 
 /* libmicrohttpd takes at most this much of a stream at a time. */
@@ -199,6 +200,7 @@ static void add_headers(nbi_exchange *ex, struct MHD_Response *response, unsigne
     if (atomic_load(&ex->server->phase) >= NBI_SERVER_DRAINING) {
         MHD_add_response_header(response, "Connection", "close");
     }
+    if (ex->route && ex->route->page) nbi_page_add_headers(response);
     if (http == 401) MHD_add_response_header(response, "WWW-Authenticate", "Bearer");
     if (http == 405 && ex->allow) MHD_add_response_header(response, "Allow", ex->allow);
     if (http == 503) MHD_add_response_header(response, "Retry-After", "1");

@@ -17,6 +17,7 @@
 #include "server/client.h"
 #include "server/cors.h"
 #include "server/metrics.h"
+#include "server/page.h"
 
 #define DISCARD_MAX    ((uint64_t)1 << 30) /* body bytes read only to be dropped */
 #define POOL_EXTRA     8192u               /* of a connection's memory that headers do not get */
@@ -51,6 +52,9 @@ static const nbi_route routes[] = {
     {.path = "/version", .get = nbi_get_version},
     {.path = "/ping", .open = true, .get = nbi_get_ping},
     {.path = "/openapi.json", .open = true, .get = nbi_get_openapi},
+    {.path = "/", .open = true, .page = true, .get = nbi_get_page},
+    {.path = "/ui/log", .page = true, .get = nbi_get_page_log},
+    {.path = "/ui/", .prefix = true, .open = true, .page = true, .get = nbi_get_page_file},
 };
 
 uint32_t nbi_http_n_routes(void)
@@ -70,13 +74,13 @@ uint32_t nbi_http_route_index(const nbi_route *route)
 
 /* ---------------------------------------------------------------- routing */
 
-static const nbi_route *find_route(const char *url, const char **rest)
+static const nbi_route *find_route(const nbi_server *server, const char *url, const char **rest)
 {
     for (size_t i = 0; i < sizeof routes / sizeof *routes; i++) {
         size_t n = strlen(routes[i].path);
         bool hit = routes[i].prefix ? strncmp(url, routes[i].path, n) == 0 && url[n]
                                     : strcmp(url, routes[i].path) == 0;
-        if (!hit) continue;
+        if (!hit || (routes[i].page && server->options.no_ui)) continue;
         *rest = url + n;
         return &routes[i];
     }
@@ -85,7 +89,7 @@ static const nbi_route *find_route(const char *url, const char **rest)
 
 static nb_status check_route(nbi_exchange *ex, const char *url, const char *method)
 {
-    ex->route = find_route(url, &ex->rest);
+    ex->route = find_route(ex->server, url, &ex->rest);
     if (!ex->route) {
         return nbi_api_fail(&ex->error, 404, "unknown_url", NULL, "there is no %.100s here", url);
     }

@@ -14,6 +14,7 @@ struct nbi_route {
     bool prefix;
     bool open;       /* no API key needed */
     bool when_ready; /* 503 until the model is loaded */
+    bool page;       /* of the web page (page.h): not there with --no-ui */
     /* Appends the JSON of the reply and returns its HTTP status; 0 with ex->error filled. */
     unsigned (*get)(nbi_exchange *ex, nbi_buf *out);
     /* The same for a POST; `body` is its object, NULL when nothing was sent. */

@@ -7,8 +7,8 @@
 extern "C" {
 #endif
 
-extern const unsigned char nbi_openapi_json[]; /* [nbi_openapi_bytes] */
-extern const size_t nbi_openapi_bytes;
+extern const unsigned char nbi_openapi_json[]; /* [nbi_openapi_json_bytes] */
+extern const size_t nbi_openapi_json_bytes;
 
 #ifdef __cplusplus
 }

@@ -1,0 +1,95 @@
+// Line charts, the gauge and bars, as SVG and text. Colour is never alone: lines differ in their dashes, every value is written.
+
+import { el, svg } from "./base.js";
+
+const WIDTH = 300, HEIGHT = 72;
+
+// 1, 2 or 5 times a power of ten, not below `value`.
+function roundUp(value) {
+  const power = 10 ** Math.floor(Math.log10(value));
+  return [1, 2, 5, 10].map((step) => step * power).find((limit) => limit >= value * 0.999);
+}
+
+// Values over time (null: a gap) as pieces "x yLx yL..." without gaps.
+function pieces(values, n, max) {
+  const all = [];
+  values.forEach((value, i) => {
+    if (value == null) return;
+    const x = ((n - values.length + i) / (n - 1)) * WIDTH;
+    const y = HEIGHT - (Math.min(value, max) / max) * (HEIGHT - 2) - 1;
+    if (i === 0 || values[i - 1] == null) all.push([]);
+    all.at(-1).push([x.toFixed(1), y.toFixed(1)]);
+  });
+  return all;
+}
+
+function line(values, n, max) {
+  // "h0.1": a single value is a dot
+  return pieces(values, n, max).map((piece) => `M${piece.map((point) => point.join(" ")).join("L")}h0.1`).join("");
+}
+
+function area(values, n, max) {
+  return pieces(values, n, max).map((piece) => `M${piece[0][0]} ${HEIGHT}L${piece.map((point) => point.join(" ")).join("L")}V${HEIGHT}Z`).join("");
+}
+
+// lines: names, at most three. format: a value as text. max: a fixed scale. n: places of the time axis.
+export class LineChart {
+  constructor(title, { lines, format, max, n }) {
+    this.title = title;
+    this.lines = lines;
+    this.format = format;
+    this.max = max;
+    this.n = n;
+    this.values = lines.map((_, i) => el("dd", { class: `line${i}` }, "–"));
+    this.paths = lines.map((_, i) => svg("path", { class: `line${i}` }));
+    this.scale = el("span", { class: "scale" });
+    this.area = svg("path", { class: "area" });
+    this.picture = svg("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, preserveAspectRatio: "none", role: "img", "aria-label": title }, this.area, ...this.paths);
+    const legend = lines.map((name, i) => [el("dt", {}, key(i), name), this.values[i]]).flat();
+    this.node = el("figure", { class: "card" }, el("figcaption", {}, title, this.scale), el("dl", {}, ...legend), this.picture);
+  }
+
+  // series: one list of values for each line, the newest last
+  draw(series) {
+    const known = series.flat().filter((value) => value != null && value > 0);
+    const max = this.max || (known.length ? roundUp(Math.max(...known)) : 1);
+    const now = series.map((values) => this.format(values.at(-1)));
+    this.area.setAttribute("d", area(series[0], this.n, max));
+    this.paths.forEach((path, i) => path.setAttribute("d", line(series[i], this.n, max)));
+    this.values.forEach((value, i) => (value.textContent = now[i]));
+    this.scale.textContent = `to ${this.format(max)}`;
+    this.picture.setAttribute("aria-label", `${this.title}: ${this.lines.map((name, i) => `${name} ${now[i]}`).join(", ")}`);
+  }
+}
+
+// The dash of line i, for the legend.
+function key(i) {
+  return svg("svg", { class: "key", viewBox: "0 0 18 6", "aria-hidden": "true" }, svg("path", { class: `line${i}`, d: "M0 3h18" }));
+}
+
+// Half a circle from 0 to 1; null is "not measured".
+export class Gauge {
+  constructor(title, about) {
+    this.value = svg("path", { class: "value", d: "M10 60a50 50 0 0 1 100 0", pathLength: "100", "stroke-dasharray": "0 200" });
+    this.text = el("p", { class: "big" }, "not measured");
+    this.picture = svg("svg", { viewBox: "0 0 120 66", role: "img", "aria-label": title }, svg("path", { class: "rest", d: "M10 60a50 50 0 0 1 100 0" }), this.value);
+    this.title = title;
+    this.node = el("figure", { class: "card gauge" }, el("figcaption", {}, title), this.picture, this.text, el("p", { class: "soft" }, about));
+  }
+
+  draw(share, text) {
+    const there = share != null;
+    this.text.textContent = there ? text : "not measured";
+    this.value.setAttribute("stroke-dasharray", `${there ? 100 * Math.min(share, 1) : 0} 200`);
+    this.picture.setAttribute("aria-label", `${this.title}: ${this.text.textContent}`);
+  }
+}
+
+// rows: {name, text, share of the longest}. One line each.
+export function bars(rows) {
+  return el("ul", { class: "bars" }, ...rows.map(({ name, text, share }) => {
+    const bar = el("span", { class: "bar", "aria-hidden": "true" });
+    bar.style.width = `${Math.max(0, Math.min(1, share)) * 100}%`;
+    return el("li", {}, el("span", { class: "name" }, name), el("span", { class: "track" }, bar), el("span", { class: "amount" }, text));
+  }));
+}
