@@ -1,0 +1,107 @@
+"""The web page in a real browser: Chromium of the distribution, driven by Playwright. Without one the tests are skipped.
+
+The page's policy forbids eval(), so waiting is by locators (expect), not by wait_for_function().
+"""
+
+import os
+import pathlib
+import re
+import shutil
+
+import httpx
+import pytest
+from playwright.sync_api import expect, sync_playwright
+from server_fixtures import model_dir, sanitized, serve
+
+CHROMIUM = shutil.which("chromium") or "/usr/bin/chromium"
+expect.set_options(timeout=20_000)
+
+
+# Of the package: Playwright's event loop would be in the way of asynchronous tests behind these.
+@pytest.fixture(scope="package")
+def browser():
+    if not pathlib.Path(CHROMIUM).exists():
+        pytest.skip("needs Debian's package chromium; the one of Ubuntu is a snap, which a test does not install")
+    sandbox = ["--no-sandbox"] if os.geteuid() == 0 else []  # Chromium's own does not start as root
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=[*sandbox, "--disable-dev-shm-usage"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(scope="session")
+def server(serve):
+    server = serve()
+    yield server
+    assert server.process.poll() is None, f"the server is gone:\n{server.log}"
+    assert server.stop() == 0, server.log
+
+
+@pytest.fixture
+def shots():
+    """Folder of screenshots, for people."""
+    folder = pathlib.Path(__file__).resolve().parents[2] / "build" / "test" / "ui"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+class Tab:
+    """A page of a context of its own. Errors of its scripts and refusals of its policy are kept in `errors`."""
+
+    def __init__(self, browser, url, **options):
+        self.context = browser.new_context(**{"viewport": {"width": 1440, "height": 900}, "color_scheme": "light", **options})
+        self.page = self.context.new_page()
+        self.url = url
+        self.errors, self.requests, self.dialogs = [], [], []
+        self.page.on("pageerror", lambda error: self.errors.append(str(error)))
+        self.page.on("console", lambda message: self.errors.append(message.text) if message.type == "error" else None)
+        self.page.on("request", lambda request: self.requests.append(request.url))
+        self.page.on("dialog", lambda dialog: (self.dialogs.append(dialog.message), dialog.dismiss()))
+
+    def open(self, path="/", ready=True):
+        self.page.goto(self.url + path)
+        if ready:
+            expect(self.page.locator("#state")).to_have_text("ready")
+            expect(self.page.locator("#model")).not_to_be_empty()
+        return self
+
+    def ask(self, text, wait="Answer complete"):
+        self.page.locator("#prompt").fill(text)
+        self.page.keyboard.press("Enter")
+        if wait:
+            expect(self.page.locator("#chat-state")).to_have_text(wait)
+        return self.page.locator("article.assistant").last
+
+    def set(self, **fields):
+        """Parameters of the chat."""
+        if not self.page.locator("#parameters").get_attribute("open") is not None:
+            self.page.locator("#parameters > summary").click()
+        for name, value in fields.items():
+            field = self.page.locator(f"#composer [name={name}]")
+            field.select_option(value) if name == "thinking" else field.fill(str(value))
+
+    def change_body(self, **more):
+        """Fields that the page has no place for are added to what it sends."""
+        def handle(route):
+            route.continue_(post_data={**route.request.post_data_json, **more})
+        self.page.route("**/v1/chat/completions", handle)
+
+
+@pytest.fixture
+def tab(browser, server):
+    """Opens tabs; none may have had an error in the end, unless the test has emptied `errors`."""
+    tabs = []
+
+    def make(url=server.url, **options):
+        tabs.append(Tab(browser, url, **options))
+        return tabs[-1]
+
+    yield make
+    for one in tabs:
+        one.context.close()
+    assert [one.errors for one in tabs if one.errors] == []
+
+
+def metric(server, name):
+    found = re.search(rf"^nibble:{name}\S* (\S+)$", httpx.get(server.url + "/metrics").text, re.MULTILINE)
+    return float(found[1])
