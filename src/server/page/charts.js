@@ -57,7 +57,7 @@ export class LineChart {
     this.area.setAttribute("d", area(series[0], this.n, max));
     this.paths.forEach((path, i) => path.setAttribute("d", line(series[i], this.n, max)));
     this.values.forEach((value, i) => (value.textContent = now[i]));
-    this.scale.textContent = `to ${this.format(max)}`;
+    this.scale.textContent = known.length ? `to ${this.format(max)}` : "";
     this.picture.setAttribute("aria-label", `${this.title}: ${this.lines.map((name, i) => `${name} ${now[i]}`).join(", ")}`);
   }
 }
