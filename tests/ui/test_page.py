@@ -169,6 +169,22 @@ def test_charts_under_load(tab, server, shots):
     expect(requests.locator("dd.line0")).to_have_text("0")
 
 
+def test_percentiles(tab):
+    """Of the differences of two histograms, linear within a bucket; null where nothing came, the last bound where there is none above."""
+    one = tab().open()
+    counts = {"before": [5, 5, 5, 5], "after": [5, 15, 25, 25], "above": [5, 5, 5, 9]}
+    result = one.page.evaluate("""async (counts) => {
+        const { parse, quantile } = await import("/ui/live.js");
+        const buckets = (name) => counts[name].map((n, i) => ({ le: [0.1, 0.2, 0.4, Infinity][i], n }));
+        const of = (name, q) => quantile(buckets("before"), buckets(name), q);
+        const read = parse('# HELP x\\nnibble:a_bucket{m="\\\\"}{",le="+Inf"} 4\\nnibble:b 1e-3\\nprocess_x 1\\nnibble:a_bucket{le="1"} 2\\n');
+        return [of("after", 0.25), of("after", 0.5), of("after", 0.75), of("after", 1), of("before", 0.5), of("above", 0.5),
+                read.get("a_bucket").map(({ labels, value }) => [labels.le, value]), read.get("b")[0].value, read.size];
+    }""", counts)
+    assert result[:6] == [pytest.approx(0.15), pytest.approx(0.2), pytest.approx(0.3), pytest.approx(0.4), None, 0.4]
+    assert result[6:] == [[["+Inf", 4], ["1", 2]], 0.001, 2]
+
+
 def test_server_part(tab, server, shots):
     """The tables have what /server_info and /ui/log say."""
     one = tab().open("/#server")
@@ -307,6 +323,9 @@ def test_key(tab, serve):
     one = tab(server.url).open(ready=False)
     dialog = one.page.locator("dialog#key")
     expect(dialog).to_be_visible()
+    one.page.get_by_label("Key", exact=True).fill("fal\u0161")
+    one.page.keyboard.press("Enter")
+    expect(dialog).to_contain_text("printable ASCII")
     one.page.get_by_label("Key", exact=True).fill("wrong")
     one.page.keyboard.press("Enter")
     expect(dialog).to_contain_text("does not know this key")

@@ -2,7 +2,7 @@
 
 import { el, svg } from "./base.js";
 
-const WIDTH = 300, HEIGHT = 72;
+const WIDTH = 300, HEIGHT = 72, GAP = 5; // seconds
 
 // 1, 2 or 5 times a power of ten, not below `value`.
 function roundUp(value) {
@@ -10,36 +10,35 @@ function roundUp(value) {
   return [1, 2, 5, 10].map((step) => step * power).find((limit) => limit >= value * 0.999);
 }
 
-// Values over time (null: a gap) as pieces "x yLx yL..." without gaps.
-function pieces(values, n, max) {
-  const all = [];
+// Points of a line in pieces: it ends at a value that is null and where nobody looked for a while.
+function pieces(values, times, span, max) {
+  const all = [], end = times.at(-1);
   values.forEach((value, i) => {
     if (value == null) return;
-    const x = ((n - values.length + i) / (n - 1)) * WIDTH;
+    const x = WIDTH * (1 - (end - times[i]) / span);
     const y = HEIGHT - (Math.min(value, max) / max) * (HEIGHT - 2) - 1;
-    if (i === 0 || values[i - 1] == null) all.push([]);
-    all.at(-1).push([x.toFixed(1), y.toFixed(1)]);
+    if (values[i - 1] == null || times[i] - times[i - 1] > GAP) all.push([]);
+    all.at(-1).push(`${x.toFixed(1)} ${y.toFixed(1)}`);
   });
   return all;
 }
 
-function line(values, n, max) {
-  // "h0.1": a single value is a dot
-  return pieces(values, n, max).map((piece) => `M${piece.map((point) => point.join(" ")).join("L")}h0.1`).join("");
+function line(all) {
+  return all.map((piece) => `M${piece.join("L")}h0.1`).join(""); // "h0.1": a single value is a dot
 }
 
-function area(values, n, max) {
-  return pieces(values, n, max).map((piece) => `M${piece[0][0]} ${HEIGHT}L${piece.map((point) => point.join(" ")).join("L")}V${HEIGHT}Z`).join("");
+function area(all) {
+  return all.map((piece) => `M${piece[0].split(" ")[0]} ${HEIGHT}L${piece.join("L")}V${HEIGHT}Z`).join("");
 }
 
-// lines: names, at most three. format: a value as text. max: a fixed scale. n: places of the time axis.
+// lines: names, at most three. format: a value as text. max: a fixed scale. span: seconds of the time axis.
 export class LineChart {
-  constructor(title, { lines, format, max, n }) {
+  constructor(title, { lines, format, max, span }) {
     this.title = title;
     this.lines = lines;
     this.format = format;
     this.max = max;
-    this.n = n;
+    this.span = span;
     this.values = lines.map((_, i) => el("dd", { class: `line${i}` }, "–"));
     this.paths = lines.map((_, i) => svg("path", { class: `line${i}` }));
     this.scale = el("span", { class: "scale" });
@@ -49,13 +48,14 @@ export class LineChart {
     this.node = el("figure", { class: "card" }, el("figcaption", {}, title, this.scale), el("dl", {}, ...legend), this.picture);
   }
 
-  // series: one list of values for each line, the newest last
-  draw(series) {
+  // series: one list of values for each line, the newest last; times: their seconds
+  draw(series, times) {
     const known = series.flat().filter((value) => value != null && value > 0);
     const max = this.max || (known.length ? roundUp(Math.max(...known)) : 1);
     const now = series.map((values) => this.format(values.at(-1)));
-    this.area.setAttribute("d", area(series[0], this.n, max));
-    this.paths.forEach((path, i) => path.setAttribute("d", line(series[i], this.n, max)));
+    const drawn = series.map((values) => pieces(values, times, this.span, max));
+    this.area.setAttribute("d", area(drawn[0]));
+    this.paths.forEach((path, i) => path.setAttribute("d", line(drawn[i])));
     this.values.forEach((value, i) => (value.textContent = now[i]));
     this.scale.textContent = known.length ? `to ${this.format(max)}` : "";
     this.picture.setAttribute("aria-label", `${this.title}: ${this.lines.map((name, i) => `${name} ${now[i]}`).join(", ")}`);

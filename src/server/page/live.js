@@ -3,7 +3,8 @@
 import { api, el, find, number, percent, seconds } from "./base.js";
 import { bars, Gauge, LineChart } from "./charts.js";
 
-const EVERY_MS = 1000, KEPT = 121, WINDOW = 10; // samples: on the charts; behind a percentile
+const EVERY_MS = 1000;
+const SPAN = 120, WINDOW = 10; // seconds: of the charts; behind a percentile
 
 let samples = []; // of one life of the server, the newest last
 const charts = {};
@@ -36,7 +37,7 @@ function buckets(all, name) {
 function sampleOf(all) {
   const mode = (name) => (all.get("realtime_tokens_total") || []).find(({ labels }) => labels.mode === name)?.value ?? 0;
   return {
-    ms: performance.now(),
+    time: performance.now() / 1000,
     decode: mode("decode"),
     prefill: mode("prefill_compute"),
     running: one(all, "num_requests_running"),
@@ -52,10 +53,20 @@ function sampleOf(all) {
 
 // ---------------------------------------------------------------- reckoning
 
-function rate(samples, i, what) {
-  if (i === 0) return null;
-  const a = samples[i - 1], b = samples[i];
-  return (1000 * (b[what] - a[what])) / (b.ms - a.ms);
+function over(what) {
+  return samples.map((sample) => sample[what]);
+}
+
+function rates(what) {
+  return samples.map((b, i) => {
+    const a = samples[i - 1];
+    return a ? (b[what] - a[what]) / (b.time - a.time) : null;
+  });
+}
+
+// The sample that a window begins with which ends with this one.
+function beginOf(sample) {
+  return samples.findLast(({ time }) => time <= sample.time - WINDOW) || samples[0];
 }
 
 // The value below which a share q of what came between two samples lies, linear within a bucket; null: nothing came.
@@ -69,21 +80,13 @@ export function quantile(before, after, q) {
   return low.le + ((added[i].le - low.le) * (q * all - low.n)) / (added[i].n - low.n);
 }
 
-function quantiles(samples, what, q) {
-  return samples.map((sample, i) => quantile(samples[Math.max(0, i - WINDOW)][what], sample[what], q));
-}
-
-function over(what) {
-  return samples.map((sample) => sample[what]);
-}
-
-function rates(what) {
-  return samples.map((_, i) => rate(samples, i, what));
+function quantiles(what, q) {
+  return samples.map((sample) => quantile(beginOf(sample)[what], sample[what], q));
 }
 
 // Seconds of each component since the window began, the largest first.
 function components() {
-  const before = samples.at(-WINDOW - 1) || samples[0], after = samples.at(-1);
+  const after = samples.at(-1), before = beginOf(after);
   const rows = [...after.parts].map(([name, value]) => ({ name, value: value - (before.parts.get(name) ?? 0) }));
   return rows.filter(({ value }) => value > 0).sort((a, b) => b.value - a.value);
 }
@@ -98,23 +101,23 @@ function drawComponents() {
 }
 
 function draw() {
-  charts.tokens.draw([rates("decode"), rates("prefill")]);
-  charts.requests.draw([over("running"), over("waiting")]);
-  charts.kv.draw([over("used"), over("cached")]);
-  charts.ttft.draw([quantiles(samples, "ttft", 0.5), quantiles(samples, "ttft", 0.95)]);
-  charts.token.draw([quantiles(samples, "token", 0.5), quantiles(samples, "token", 0.95), quantiles(samples, "token", 0.99)]);
+  const times = over("time");
+  charts.tokens.draw([rates("decode"), rates("prefill")], times);
+  charts.requests.draw([over("running"), over("waiting")], times);
+  charts.kv.draw([over("used"), over("cached")], times);
+  charts.ttft.draw([quantiles("ttft", 0.5), quantiles("ttft", 0.95)], times);
+  charts.token.draw([quantiles("token", 0.5), quantiles("token", 0.95), quantiles("token", 0.99)], times);
   const floor = samples.at(-1).floor;
   charts.floor.draw(floor, percent(floor));
   drawComponents();
 }
 
 function make() {
-  const n = KEPT;
-  charts.tokens = new LineChart("Tokens per second", { lines: ["answers", "prompts"], format: (v) => number(v), n });
-  charts.requests = new LineChart("Requests", { lines: ["running", "waiting"], format: (v) => number(v), n });
-  charts.kv = new LineChart("KV cache", { lines: ["in use", "kept for prefixes"], format: percent, max: 1, n });
-  charts.ttft = new LineChart("Time to first token", { lines: ["p50", "p95"], format: seconds, n });
-  charts.token = new LineChart("Between tokens", { lines: ["p50", "p95", "p99"], format: seconds, n });
+  charts.tokens = new LineChart("Tokens per second", { lines: ["answers", "prompts"], format: (v) => number(v), span: SPAN });
+  charts.requests = new LineChart("Requests", { lines: ["running", "waiting"], format: (v) => number(v), span: SPAN });
+  charts.kv = new LineChart("KV cache", { lines: ["in use", "kept for prefixes"], format: percent, max: 1, span: SPAN });
+  charts.ttft = new LineChart("Time to first token", { lines: ["p50", "p95"], format: seconds, span: SPAN });
+  charts.token = new LineChart("Between tokens", { lines: ["p50", "p95", "p99"], format: seconds, span: SPAN });
   charts.floor = new Gauge("Share of the floor", "What the memory's bandwidth allows for a decode step, over what it took.");
   charts.parts = el("div", {}, el("p", { class: "big" }, "not measured"));
   const parts = el("figure", { class: "card whole" }, el("figcaption", {}, "Time of steps by component"), charts.parts);
@@ -133,7 +136,7 @@ function take(all) {
   const sample = sampleOf(all);
   if (sample.running == null) return; // still loading
   if (samples.length && sample.decode < samples.at(-1).decode) samples = []; // the server is another one
-  samples = [...samples, sample].slice(-KEPT);
+  samples = [...samples, sample].filter(({ time }) => time >= sample.time - SPAN);
   draw();
 }
 

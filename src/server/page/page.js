@@ -43,26 +43,31 @@ function startTheme() {
 
 // ---------------------------------------------------------------- key
 
-function askKey(wrong) {
-  const dialog = find("key");
-  if (dialog.open) return;
-  find("key-note").textContent = wrong
-    ? "The server does not know this key."
-    : "This server may ask for a key. It is kept until this tab is closed.";
-  dialog.showModal();
+function askKey(note) {
+  find("key-note").textContent = note;
+  if (!find("key").open) find("key").showModal();
+}
+
+function takeKey(event) {
+  event.preventDefault();
+  const key = find("key-text").value.trim();
+  if (/[^!-~]/.test(key)) {
+    askKey("A key has printable ASCII characters only, no blanks.");
+    return;
+  }
+  remember("nibble-key", key || null);
+  find("key-text").value = "";
+  find("key").close();
+  connect();
 }
 
 function startKey() {
-  find("set-key").addEventListener("click", () => askKey(false));
+  find("set-key").addEventListener("click", () => askKey("It is kept until this tab is closed. Empty: none is sent."));
   find("key-close").addEventListener("click", () => find("key").close());
-  find("key-form").addEventListener("submit", (event) => {
-    event.preventDefault();
-    remember("nibble-key", find("key-text").value.trim() || null);
-    find("key-text").value = "";
-    find("key").close();
-    connect();
+  find("key-form").addEventListener("submit", takeKey);
+  document.addEventListener("needs-key", () => {
+    askKey(recall("nibble-key") === null ? "This server asks for a key. It is kept until this tab is closed." : "The server does not know this key.");
   });
-  document.addEventListener("needs-key", () => askKey(recall("nibble-key") !== null));
 }
 
 // ---------------------------------------------------------------- state
