@@ -90,6 +90,7 @@ int nbi_cmd_bench(int argc, char **argv);
 int nbi_cmd_bench_serve(int argc, char **argv); /* of nbi_cmd_bench() */
 int nbi_cmd_chat(int argc, char **argv);
 int nbi_cmd_check(int argc, char **argv);
+int nbi_cmd_doctor(int argc, char **argv);
 int nbi_cmd_inspect(int argc, char **argv);
 int nbi_cmd_quantize(int argc, char **argv);
 int nbi_cmd_roofline(int argc, char **argv);

@@ -17,6 +17,7 @@ static const struct row {
     {"bench", nbi_cmd_bench, "decode and prefill speed against the memory's floor"},
     {"chat", nbi_cmd_chat, "a conversation in the terminal"},
     {"check", nbi_cmd_check, "are the kernels right on this device and model"},
+    {"doctor", nbi_cmd_doctor, "what of this machine costs tokens per second, and what mends it"},
     {"inspect", nbi_cmd_inspect, "what a checkpoint holds and whether it can run"},
     {"quantize", nbi_cmd_quantize, "BF16 weights to NVFP4"},
     {"roofline", nbi_cmd_roofline, "what a decode step costs at least, by arithmetic"},

@@ -16,6 +16,8 @@ struct nbi_bandwidth {
     size_t n_maps, cap;
     uint64_t n_pieces, at; /* whole pieces over all maps; where the next pass begins */
     uint64_t pass_begin;
+    void *own; /* of nbi_bandwidth_open_memory(); maps[0] is its view */
+    size_t own_bytes;
     _Atomic uint64_t sum; /* keeps the loads */
 };
 
@@ -116,10 +118,49 @@ fail:
     return st;
 }
 
+static void write_task(void *arg, uint32_t begin, uint32_t end, uint32_t thread)
+{
+    (void)thread;
+    nbi_bandwidth *b = arg;
+    memset((uint8_t *)b->own + begin * PIECE, 1, (end - begin) * PIECE);
+}
+
+nb_status nbi_bandwidth_open_memory(nbi_bandwidth **out, uint64_t bytes, uint32_t n_threads,
+                                    nb_error *err)
+{
+    nb_status st;
+    nbi_bandwidth *b = nbi_calloc(1, sizeof *b);
+    if (!b) return nbi_fail(err, NB_NO_MEMORY, "out of memory");
+    NB_TRY_OR(st, nbi_pool_create(&b->pool, n_threads, err), fail);
+    b->n_pieces = bytes / PIECE;
+    if (b->n_pieces == 0 || b->n_pieces > UINT32_MAX) {
+        st = nbi_fail(err, NB_INVALID, "%llu bytes: expected 1 MiB to 4 PiB",
+                      (unsigned long long)bytes);
+        goto fail;
+    }
+    b->own_bytes = (size_t)b->n_pieces * PIECE;
+    b->own = nbi_pages_alloc(b->own_bytes);
+    b->maps = nbi_calloc(1, sizeof *b->maps);
+    if (!b->own || !b->maps) {
+        st = nbi_fail(err, NB_NO_MEMORY, "out of memory");
+        goto fail;
+    }
+    nbi_pool_run(b->pool, write_task, b, (uint32_t)b->n_pieces, 4);
+    b->maps[0] = (nbi_map){.data = b->own, .bytes = b->own_bytes};
+    b->n_maps = 1;
+    nbi_bandwidth_pass(b, b->own_bytes);
+    *out = b;
+    return NB_OK;
+fail:
+    nbi_bandwidth_close(&b);
+    return st;
+}
+
 void nbi_bandwidth_close(nbi_bandwidth **b)
 {
     if (!*b) return;
-    for (size_t i = 0; i < (*b)->n_maps; i++) nbi_map_close(&(*b)->maps[i]);
+    for (size_t i = 0; !(*b)->own && i < (*b)->n_maps; i++) nbi_map_close(&(*b)->maps[i]);
+    nbi_pages_free((*b)->own, (*b)->own_bytes);
     nbi_free((*b)->maps);
     nbi_pool_destroy(&(*b)->pool);
     nbi_free(*b);

@@ -1,4 +1,5 @@
-/* Read bandwidth of this machine over the memory that a checkpoint occupies. Callers: bench. */
+/* Read bandwidth of this machine over the memory that a checkpoint occupies, or over fresh memory.
+ * Callers: bench, doctor. */
 #pragma once
 
 #include "base/thread.h"
@@ -12,6 +13,11 @@ typedef struct nbi_bandwidth nbi_bandwidth;
 /* Maps the *.safetensors files of a folder and brings them into memory by reading them once. */
 nb_status nbi_bandwidth_open(nbi_bandwidth **out, const char *dir, uint32_t n_threads,
                              nb_error *err);
+
+/* Fresh memory instead, written by all threads, so that it lies at all nodes. */
+nb_status nbi_bandwidth_open_memory(nbi_bandwidth **out, uint64_t bytes, uint32_t n_threads,
+                                    nb_error *err);
+
 void nbi_bandwidth_close(nbi_bandwidth **b);
 
 uint32_t nbi_bandwidth_threads(const nbi_bandwidth *b);

@@ -1,0 +1,119 @@
+/* What `nibble doctor` reads of a machine. Facts only; doctor_rules.h says what they mean. A number
+ * that could not be read is NBI_UNKNOWN, a text NULL. Strings belong to the reader.
+ *
+ * Everything that the kernel tells is read below `root`, so that a recorded tree of /sys, /proc and
+ * /dev is read like this machine (docs/doctor.md, "Recorded machines"). */
+#pragma once
+
+#include "perf/doctor_read.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* /sys/devices/system/cpu/cpufreq/policyN */
+typedef struct nbi_cpu_policy {
+    const char *name, *driver, *governor, *preference; /* energy_performance_preference */
+    int64_t max_khz, hardware_max_khz;                 /* scaling_max_freq, cpuinfo_max_freq */
+} nbi_cpu_policy;
+
+/* /sys/devices/system/cpu/cpu0/cpuidle/stateN */
+typedef struct nbi_idle_state {
+    const char *name;
+    int64_t latency_us, disabled;
+} nbi_idle_state;
+
+typedef struct nbi_cpu_facts {
+    const char *vendor, *model, *flags; /* of the first processor of /proc/cpuinfo */
+    nbi_set online, offline;
+    nbi_set allowed; /* Cpus_allowed_list of this process */
+    nbi_cpu_policy *policies;
+    uint32_t n_policies;
+    nbi_idle_state *states;
+    uint32_t n_states;
+    const char *idle_driver, *idle_governor;
+    const char *amd_pstate, *intel_pstate; /* their status files */
+    int64_t boost, no_turbo;
+    int64_t throttled;   /* sum of core_throttle_count */
+    int64_t quota_milli; /* thousandths of a CPU that the cgroup grants; 0: no quota */
+} nbi_cpu_facts;
+
+typedef struct nbi_numa_node {
+    uint32_t id;
+    nbi_set cpus;
+    int64_t memory_kb;
+} nbi_numa_node;
+
+/* A memory device of SMBIOS (type 17). */
+typedef struct nbi_dimm {
+    const char *locator;
+    uint64_t bytes;             /* 0: an empty slot */
+    uint32_t rated, configured; /* million transfers per second; 0: not said */
+} nbi_dimm;
+
+typedef struct nbi_memory_facts {
+    int64_t total_kb, available_kb, swap_total_kb, swap_free_kb;
+    int64_t huge_total, huge_free, huge_kb; /* pages, pages, size of one */
+    const char *thp;                        /* chosen word of transparent_hugepage/enabled */
+    int64_t numa_balancing, zone_reclaim, swappiness, ksm;
+    nbi_numa_node *nodes;
+    uint32_t n_nodes;
+    int64_t corrected, uncorrected; /* EDAC, all controllers */
+    nbi_dimm *dimms;
+    uint32_t n_dimms;
+    uint64_t group_bytes; /* what machine and cgroups leave; 0: not known */
+} nbi_memory_facts;
+
+typedef struct nbi_kernel_facts {
+    const char *release, *version, *cmdline; /* osrelease, /proc/version, /proc/cmdline */
+    uint32_t upstream[3];                    /* 6.1.64 of Debian's 6.1.0-15; zeros: not known */
+    const char *clocksource, *clocksources;
+    int64_t open_files, open_files_hard; /* limits; INT64_MAX: unlimited */
+    int64_t address_space;               /* bytes */
+} nbi_kernel_facts;
+
+typedef struct nbi_place_facts {
+    const char *vendor, *product, *bios; /* DMI */
+    const char *hypervisor;              /* "KVM", ...; NULL on bare metal */
+    const char *container;               /* "docker", ...; NULL outside */
+} nbi_place_facts;
+
+/* Where the model lies; all unknown without a path. */
+typedef struct nbi_storage_facts {
+    const char *path, *mount, *type, *source, *options;
+    const char *disk; /* "nvme0n1"; NULL: no block device */
+    const char *pci;  /* its PCI address; NULL */
+    int64_t rotational, read_ahead_kb;
+    int64_t model_bytes; /* sum of *.safetensors */
+    const char *largest; /* name of the largest of them */
+} nbi_storage_facts;
+
+/* Taken on the machine itself; 0: not measured, and then why. */
+typedef struct nbi_measured_facts {
+    double memory_rate, file_rate; /* bytes per second */
+    uint32_t threads;
+    uint64_t file_bytes;
+    const char *memory_why, *file_why, *gpu_why;
+} nbi_measured_facts;
+
+typedef struct nbi_facts {
+    nbi_reader reader;
+    bool live, superuser;
+    nbi_cpu_facts cpu;
+    nbi_memory_facts memory;
+    nbi_kernel_facts kernel;
+    nbi_place_facts place;
+    nbi_storage_facts storage;
+    nbi_measured_facts measured;
+} nbi_facts;
+
+/* Each fills its part of the facts; none fails. */
+void nbi_facts_cpu(nbi_facts *f);
+void nbi_facts_memory(nbi_facts *f);
+void nbi_facts_kernel(nbi_facts *f);
+void nbi_facts_place(nbi_facts *f);
+void nbi_facts_storage(nbi_facts *f, const char *model);
+
+#ifdef __cplusplus
+}
+#endif

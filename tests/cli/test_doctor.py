@@ -1,0 +1,230 @@
+"""nibble doctor on recorded machines: every rule has one where it fires and one where it does not; odd and broken files never crash it."""
+
+import json
+import subprocess
+
+import pytest
+
+from doctor_machines import CPU, MACHINES, ROOM, dimms, disk, kernel, limits, meminfo, nodes, server, write
+
+LEVELS = ["ok", "note", "warning", "fault"]
+
+
+@pytest.fixture
+def doctor(nibble_bin, tmp_path):
+    def run(tree, *arguments, name="machine"):
+        root = write(tree, tmp_path / name)
+        done = subprocess.run([nibble_bin, "doctor", "--root", root, "--model", "/model", *arguments], capture_output=True, text=True,
+                              timeout=60)
+        assert done.returncode in (0, 1, 2), done.stderr
+        assert done.stderr == ""
+        return done
+
+    return run
+
+
+@pytest.fixture
+def audit(doctor):
+    def run(tree, *arguments, name="machine"):
+        done = doctor(tree, "--json", *arguments, name=name)
+        out = json.loads(done.stdout)
+        assert out["status"] == done.returncode
+        return out
+
+    return run
+
+
+def level_of(out, rule):
+    """Worst level of a rule's findings; None without one."""
+    found = [LEVELS.index(f["level"]) for f in out["findings"] if f["id"] == rule]
+    return LEVELS[max(found)] if found else None
+
+
+def policies(file, value, n=16):
+    return {f"{CPU}/cpufreq/policy{i}/{file}": value for i in range(n)}
+
+
+# rule -> (machine, what is changed of it, level, words of what is found)
+FIRES = {
+    "cpu-governor": ("server", policies("scaling_driver", "acpi-cpufreq") | policies("scaling_governor", "powersave"), "warning",
+                     "16 of 16"),
+    "cpu-driver": ("server", policies("scaling_driver", "acpi-cpufreq"), "note", "CPPC"),
+    "cpu-boost": ("server", {f"{CPU}/cpufreq/boost": "0"}, "warning", "off"),
+    "cpu-limit": ("server", {f"{CPU}/cpufreq/policy3/scaling_max_freq": "2000000"}, "warning", "2.00 GHz of 4.00 GHz on 1 of 16"),
+    "cpu-idle": ("server", {f"{CPU}/cpu0/cpuidle/state2/disable": "0"}, "warning", "C2: 800 us"),
+    "cpu-throttle": ("no_gpu", {f"{CPU}/cpu2/thermal_throttle/core_throttle_count": "12"}, "warning", "12 times"),
+    "cpu-instructions": ("vm", {"proc/cpuinfo": "flags : sse2 hypervisor"}, "fault", "no AVX2"),
+    "cpu-affinity": ("server", {"proc/self/status": "Cpus_allowed_list:\t0-3,8"}, "note", "5 of 16"),
+    "cpu-quota": ("container", {}, "warning", "4.00 CPUs"),
+    "cpu-offline": ("server", {f"{CPU}/online": "0-7", f"{CPU}/offline": "8-15"}, "note", "8-15"),
+    "memory-thp": ("server", {"sys/kernel/mm/transparent_hugepage/enabled": "always madvise [never]"}, "warning", "never"),
+    "memory-reserved": ("server", {"proc/meminfo": meminfo(1000000, 500000, huge=100, huge_free=90)}, "warning", "0.2 GB of 1.0 GB"),
+    "memory-balancing": ("server", {"proc/sys/kernel/numa_balancing": "1"}, "warning", "on, 2 nodes"),
+    "memory-reclaim": ("server", {"proc/sys/vm/zone_reclaim_mode": "1"}, "warning", "1"),
+    "memory-nodes": ("server", nodes(["0-7", "8-15"], [792000000, 0]), "warning", "differ"),
+    "memory-modules": ("server", {"sys/firmware/dmi/tables/DMI": dimms(("A1", 65536, 4800, 4800), ("A2", 0, 0, 0),
+                                                                      ("B1", 65536, 4800, 3600))}, "warning", "3600 MT/s"),
+    "memory-errors": ("server", {"sys/devices/system/edac/mc/mc1/ue_count": "1"}, "fault", "1 uncorrected"),
+    "memory-swap": ("no_gpu", {"proc/meminfo": meminfo(9000000, 8000000, 4000000, 1000000)}, "warning", "3.1 GB of 4.1 GB"),
+    "memory-merging": ("server", {"sys/kernel/mm/ksm/run": "1"}, "note", "on"),
+    "memory-room": ("container", {}, "warning", "0.0 GB"),
+    "kernel-version": ("server", kernel("6.1.0-14-amd64", "#1 SMP Debian 6.1.64-1 (2023-11-30)"), "fault", "6.1.64"),
+    "kernel-clock": ("server", kernel("6.8.1", "#1", clock="hpet"), "warning", "hpet"),
+    "limit-files": ("container", {}, "note", "1024"),
+    "limit-address-space": ("server", {"proc/self/limits": limits(space="17179869184")}, "fault", "17.2 GB"),
+    "place-hypervisor": ("vm", {}, "note", "KVM"),
+    "place-container": ("container", {}, "note", "docker"),
+    "model-filesystem": ("server", {"proc/self/mountinfo": "40 1 0:60 / /model rw - nfs4 nas:/models rw"}, "warning", "nas:/models"),
+    "model-disk": ("server", disk("sda", "8:0", rotational=1), "warning", "rotating"),
+}
+
+# Measured on the machine itself: see test_measures().
+MEASURED = {"measured-memory", "measured-file"}
+
+
+@pytest.mark.parametrize("rule", FIRES)
+def test_fires(audit, rule):
+    machine, change, level, words = FIRES[rule]
+    out = audit(MACHINES[machine]() | change)
+    assert level_of(out, rule) == level
+    assert any(words in f["found"] for f in out["findings"] if f["id"] == rule and f["level"] == level)
+
+
+@pytest.mark.parametrize("rule", FIRES)
+def test_is_quiet(audit, rule):
+    """On the machines without a fault; the larger one has two nodes, which is worth a note."""
+    out = audit(MACHINES["no_gpu" if rule == "memory-nodes" else "server"]())
+    assert level_of(out, rule) in ("ok", None)
+
+
+def test_every_rule_is_tested_and_described(nibble_bin, repo):
+    rules = subprocess.run([nibble_bin, "doctor", "--rules"], check=True, capture_output=True, text=True).stdout
+    ids = [line.split()[0] for line in rules.splitlines()]
+    assert len(ids) == len(set(ids)) and set(ids) == set(FIRES) | MEASURED
+    text = (repo / "docs" / "doctor.md").read_text()
+    assert [i for i in ids if f"| `{i}` |" not in text] == []
+
+
+@pytest.mark.parametrize("machine, status, above", [
+    ("server", 0, {"memory-nodes": "note"}),
+    ("no_gpu", 0, {}),
+    ("vm", 0, {"place-hypervisor": "note", "cpu-instructions": "note", "model-disk": "note"}),
+    ("container", 1, {"memory-nodes": "note", "place-container": "note", "cpu-quota": "warning", "memory-room": "warning",
+                      "limit-files": "note", "model-filesystem": "note"}),
+    ("laptop", 1, {"cpu-governor": "warning", "cpu-boost": "warning", "cpu-idle": "warning", "cpu-throttle": "warning",
+                   "cpu-instructions": "note", "memory-swap": "note", "limit-files": "note"}),
+])
+def test_whole_machine(audit, machine, status, above):
+    out = audit(MACHINES[machine]())
+    assert {f["id"]: f["level"] for f in out["findings"] if f["level"] != "ok"} == above
+    assert out["status"] == status
+    for f in out["findings"]:
+        assert f["found"] and f["source"] and f["why"]
+        assert f["level"] in ("ok", "note") or f["command"] or f["setting"]
+
+
+def test_machine_is_named(audit):
+    out = audit(MACHINES["vm"]())["machine"]
+    assert (out["vendor"], out["hypervisor"], out["container"], out["cpus"]) == ("QEMU", "KVM", None, 8)
+    assert out["memory_bytes"] == 131000000 * 1024
+
+
+@pytest.mark.parametrize("change, level", [
+    ({"scaling_governor": "performance", "energy_performance_preference": "power"}, "ok"),
+    ({"scaling_governor": "powersave", "energy_performance_preference": "performance"}, "ok"),
+    ({"scaling_governor": "powersave", "energy_performance_preference": "balance_performance"}, "note"),
+    ({"scaling_governor": "powersave", "energy_performance_preference": "power"}, "warning"),
+    ({"scaling_governor": "schedutil", "scaling_driver": "amd-pstate", "energy_performance_preference": None}, "note"),
+    ({"scaling_governor": "powersave", "scaling_driver": "amd-pstate", "energy_performance_preference": None}, "warning"),
+])
+def test_governors(audit, change, level):
+    """amd-pstate in its active mode has a "powersave" that is not the lowest clock."""
+    tree = server()
+    for file, value in change.items():
+        tree[f"{CPU}/cpufreq/policy5/{file}"] = value
+    assert level_of(audit(tree), "cpu-governor") == level
+
+
+@pytest.mark.parametrize("tree, level", [
+    (kernel("6.1.0-14-amd64", "#1 SMP Debian 6.1.66-1 (2023-12-09)"), "ok"),
+    (kernel("6.1.65", "#1 SMP"), "fault"),
+    (kernel("4.19.5", "#1 SMP"), "fault"),
+    (kernel("5.15.0-91-generic", "#101-Ubuntu SMP") | {"proc/version_signature": "Ubuntu 5.15.0-91.101-generic 5.15.131"}, "note"),
+    (kernel("6.8.0", "#1 SMP"), "ok"),
+    (kernel("strange", "#1"), None),
+])
+def test_kernel_versions(audit, tree, level):
+    assert level_of(audit(server() | tree), "kernel-version") == level
+
+
+def test_fix_script(doctor, tmp_path):
+    script = tmp_path / "fix.sh"
+    change = {"proc/sys/kernel/numa_balancing": "1"} | kernel("6.1.65", "#1 SMP")
+    done = doctor(server() | change, "--fix-script", script)
+    assert done.returncode == 2 and "sysctl -w kernel.numa_balancing=0" in done.stdout
+    lines = script.read_text().splitlines()
+    assert lines[0] == "#!/bin/sh"
+    assert [line for line in lines if line and not line.startswith("#")] == ["sysctl -w kernel.numa_balancing=0"]
+    assert any("a later kernel" in line for line in lines)
+    assert subprocess.run(["sh", "-n", script], check=False).returncode == 0
+
+
+def test_all_commands_are_shell(audit):
+    """Of every rule that fires."""
+    commands = set()
+    for i, (machine, change, _, _) in enumerate(FIRES.values()):
+        out = audit(MACHINES[machine]() | change, name=f"machine{i}")
+        commands |= {f["command"] for f in out["findings"] if f["command"]}
+    assert len(commands) > 5
+    for command in commands:
+        assert subprocess.run(["sh", "-n", "-c", command], check=False).returncode == 0, command
+
+
+def test_container_mends_on_the_host(doctor, tmp_path):
+    """A command for the kernel's settings is a comment in the script of a container."""
+    script = tmp_path / "fix.sh"
+    done = doctor(MACHINES["container"]() | {"proc/sys/kernel/numa_balancing": "1"}, "--fix-script", script)
+    assert "on the host" in done.stdout
+    assert "# sysctl -w kernel.numa_balancing=0" in script.read_text().splitlines()
+
+
+def test_text_names_what_was_not_measured(doctor):
+    text = doctor(server()).stdout
+    assert "not measured: memory (a recorded machine)" in text
+    assert text.splitlines()[-1].startswith("0 faults, 0 warnings, 1 notes")
+
+
+def test_measures(nibble_bin, repo):
+    """This machine: whatever it is, memory has a rate, and the small model's disk is not judged by it."""
+    done = subprocess.run([nibble_bin, "doctor", "--model", repo / "models" / "glm5-tiny", "--json"], capture_output=True, text=True,
+                          timeout=120)
+    assert done.returncode in (0, 1, 2), done.stderr
+    out = json.loads(done.stdout)
+    assert level_of(out, "measured-memory") == "ok" and out["measured"]["memory_bytes_per_s"] > 0
+    assert level_of(out, "measured-file") is None and any(u["what"] == "disk" for u in out["unseen"])
+
+
+def test_measures_a_file(nibble_bin, tmp_path):
+    """Where the file system has no direct reads the report says so."""
+    file = tmp_path / "large"
+    file.write_bytes(bytes(ROOM) * 80)
+    done = subprocess.run([nibble_bin, "doctor", "--file", file, "--json"], capture_output=True, text=True, timeout=120)
+    out = json.loads(done.stdout)
+    why = [u["reason"] for u in out["unseen"] if u["what"] == "disk"]
+    assert (out["measured"]["file_bytes_per_s"] > 0) != bool(why)
+    assert not why or "O_DIRECT" in why[0] or "page cache" in why[0]
+
+
+@pytest.mark.parametrize("arguments, says", [
+    (["--no-such"], "unknown option"),
+    (["--model", "/nowhere/at/all"], "no such folder"),
+    (["--root", "/nowhere/at/all", "--fix-script", "/nowhere/at/all/x"], "/nowhere/at/all/x"),
+])
+def test_could_not_run(nibble_bin, arguments, says):
+    done = subprocess.run([nibble_bin, "doctor", "--no-measure", *arguments], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 3 and says in done.stderr
+
+
+def test_nothing_there(audit):
+    out = audit({"etc/empty": ""})
+    assert out["status"] == 0 and out["machine"]["cpus"] == 0
