@@ -41,6 +41,7 @@ typedef enum nbi_where {
 typedef struct nbi_weight {
     nbi_matrix host;       /* canonical view (mapped) */
     uint64_t device_bytes; /* memory the prepared form takes beyond the mapped file */
+    uint8_t part;          /* nbi_part it belongs to; whoever had it prepared says so */
 } nbi_weight;
 
 /* One step's rows. Rows of a sequence are consecutive and ascend in position. Arrays live on the
@@ -333,6 +334,19 @@ typedef struct nbi_backend_options {
     bool disable_graphs; /* GPU: launch every operator of every step by itself */
 } nbi_backend_options;
 
+/* Times on the device's own clock, for timing.h: marks are places in the stream of operators. */
+typedef struct nbi_backend_clock {
+    /* Makes marks 0 to n_marks - 1, once; they live as long as the backend. */
+    nb_status (*open)(nbi_backend *b, uint32_t n_marks, nb_error *err);
+    /* Between steps. On: every operator of a step is launched by itself. */
+    void (*on)(nbi_backend *b, bool on);
+    void (*mark)(nbi_backend *b, uint32_t i);
+    /* Launches so far. *waits: operators were called whose work a later call launches. */
+    uint64_t (*launches)(const nbi_backend *b, bool *waits);
+    /* Nanoseconds between two marks that were set; everything asked for is done. */
+    uint64_t (*ns)(nbi_backend *b, uint32_t from, uint32_t to);
+} nbi_backend_clock;
+
 typedef struct nbi_backend_ops {
     uint32_t version, size; /* 1, sizeof(nbi_backend_ops) */
     const char *name;       /* "cpu" */
@@ -364,9 +378,9 @@ typedef struct nbi_backend_ops {
     nb_status (*reserve)(nbi_backend *b, const nbi_limits *limits, nb_error *err);
 
     /* A step: step_begin, operators, step_end. *device is the batch for operators, valid until
-     * step_end. `pass` tells different lists of calls apart (forward, draft, ...): a backend may
-     * record the calls of a step and repeat them for a batch of the same counts. False: it will,
-     * and the caller goes to step_end without calling operators. */
+     * step_end. `pass` tells different lists of calls apart (0 forward, drafts from 1): a backend
+     * may record the calls of a step and repeat them for a batch of the same counts. False: it
+     * will, and the caller goes to step_end without calling operators. */
     bool (*step_begin)(nbi_backend *b, const nbi_batch *host, uint32_t pass,
                        const nbi_batch **device);
     /* Everything is done, and row_fault of the host batch is written. */
@@ -393,11 +407,13 @@ typedef struct nbi_backend_ops {
     /* Bytes per second of plain reads over that memory of the device, several times the size of its
      * caches. NULL: memory is the host's. */
     double (*read_bandwidth)(nbi_backend *b, void *memory, size_t bytes);
+    const nbi_backend_clock *clock; /* NULL: an operator has ended when its call returns */
 } nbi_backend_ops;
 
 /* First member of every backend. */
 struct nbi_backend {
     const nbi_backend_ops *ops;
+    struct nbi_timing *timing; /* while a step is timed (timing.h) */
     nbi_dtype act_dtype;
     bool w4a4;             /* NVFP4 activations, as the options asked */
     uint64_t memory_bytes; /* of the device, free when it was opened; 0: it is the host's */

@@ -15,6 +15,8 @@ static const nbi_command command = {
         "plain loads reach over the same mapped weights in the same run. Times are medians over\n"
         "the repeats, with the smallest and the largest. gmac_per_s counts the multiply-adds of\n"
         "all matrix products, not the attention over the cache.\n"
+        "--breakdown times every operator call on its device: components as in nibble roofline,\n"
+        "with gaps as rows of their own, so that rows add up to the step.\n"
         "  decode   steps of --batch sequences whose caches hold --context tokens\n"
         "  prefill  prompts of --tokens tokens behind --context tokens\n"
         "  serve    load against a running server, over HTTP: see nibble bench serve --help",
@@ -28,15 +30,38 @@ typedef struct args {
     bool json;
 } args;
 
-static void print_json(const nbi_bench_result *r)
+static nb_status write_json(nbi_buf *out, const args *a, const nbi_bench_result *r)
 {
-    printf("{\"bytes_per_token\": %llu, \"read_bandwidth\": %.6g, \"floor_ms\": %.6g, "
-           "\"ms_per_token\": %.6g, \"ms_per_token_min\": %.6g, \"ms_per_token_max\": %.6g, "
-           "\"tokens_per_s\": %.6g, \"share_of_floor\": %.4g, \"gmac_per_s\": %.6g, "
-           "\"weight_bytes\": %llu, \"threads\": %u, \"runner\": \"%s\", \"device\": \"%s\"}\n",
-           (unsigned long long)r->bytes_per_token, r->read_bandwidth, r->floor_ms, r->ms_per_token,
-           r->ms_per_token_min, r->ms_per_token_max, r->tokens_per_s, r->share_of_floor,
-           r->gmac_per_s, (unsigned long long)r->weight_bytes, r->n_threads, r->runner, r->device);
+    NB_TRY(nbi_buf_addf(
+        out,
+        "{\"bytes_per_token\": %llu, \"read_bandwidth\": %.6g, \"floor_ms\": %.6g, "
+        "\"ms_per_token\": %.6g, \"ms_per_token_min\": %.6g, \"ms_per_token_max\": %.6g, "
+        "\"tokens_per_s\": %.6g, \"share_of_floor\": %.4g, \"gmac_per_s\": %.6g, "
+        "\"weight_bytes\": %llu, \"threads\": %u, \"runner\": \"%s\", \"device\": \"%s\"",
+        (unsigned long long)r->bytes_per_token, r->read_bandwidth, r->floor_ms, r->ms_per_token,
+        r->ms_per_token_min, r->ms_per_token_max, r->tokens_per_s, r->share_of_floor, r->gmac_per_s,
+        (unsigned long long)r->weight_bytes, r->n_threads, r->runner, r->device));
+    if (a->bench.breakdown) {
+        NB_TRY(nbi_buf_addf(
+            out, ", \"timed_ms_per_token\": %.6g, \"breakdown\": ", r->timed_ms_per_token));
+        NB_TRY(nbi_breakdown_json(out, &r->breakdown));
+    }
+    return nbi_buf_addf(out, "}\n");
+}
+
+static int print_json(const args *a, const nbi_bench_result *r)
+{
+    nbi_buf text = {0};
+    nb_error err;
+    int status = NBI_EXIT_OK;
+    if (write_json(&text, a, r) == NB_OK) {
+        fputs(text.data, stdout);
+    } else {
+        nbi_fail(&err, NB_NO_MEMORY, "no memory for the JSON");
+        status = nbi_cli_fail(&command, &err);
+    }
+    nbi_buf_free(&text);
+    return status;
 }
 
 static void print_text(const args *a, const nbi_bench_result *r)
@@ -57,12 +82,59 @@ static void print_text(const args *a, const nbi_bench_result *r)
     printf("\n");
 }
 
+static void print_row(const nbi_breakdown *b, const nbi_breakdown_row *r)
+{
+    char bytes[24], rate[24], per_s[32] = "", floor[24] = "", share[24] = "";
+    if (r->bytes > 0 && r->ms > 0)
+        snprintf(per_s, sizeof per_s, "%s/s",
+                 nbi_cli_bytes(rate, (uint64_t)(1e3 * r->bytes / r->ms)));
+    if (r->bytes > 0 && b->read_bandwidth > 0) {
+        snprintf(floor, sizeof floor, "%.1f", 1e3 * r->floor_ms);
+        if (r->ms > 0) snprintf(share, sizeof share, "%.1f %%", 100 * r->share_of_floor);
+    }
+    char name[64];
+    snprintf(name, sizeof name, "%s%s", r->op ? "  " : "", r->op ? r->op : r->component);
+    printf("%-18s %8.0f %11.1f %7.1f %% %11s %13s %10s %9s\n", name, r->calls, 1e3 * r->ms,
+           100 * r->share_of_step, r->bytes > 0 ? nbi_cli_bytes(bytes, (uint64_t)r->bytes) : "",
+           per_s, floor, share);
+}
+
+/* Components with more than one operator have these below them. */
+static void print_breakdown(const nbi_bench_result *r)
+{
+    const nbi_breakdown *b = &r->breakdown;
+    double sum = 0;
+    printf("\n%-18s %8s %11s %9s %11s %13s %10s %9s\n", "per step", "calls", "time us", "of step",
+           "bytes", "rate", "floor us", "of floor");
+    for (uint32_t i = 0; i < b->n_rows; i++) {
+        uint32_t parts = 0;
+        print_row(b, &b->rows[i]);
+        sum += b->rows[i].ms;
+        for (uint32_t k = 0; k < b->n_ops; k++)
+            parts += !strcmp(b->ops[k].component, b->rows[i].component);
+        for (uint32_t k = 0; parts > 1 && k < b->n_ops; k++)
+            if (!strcmp(b->ops[k].component, b->rows[i].component)) print_row(b, &b->ops[k]);
+    }
+    print_row(b, &b->step);
+    printf("\nrows add up to     %.3f ms of a step of %.3f ms (%.2f %%), over %llu timed steps\n",
+           sum, b->step.ms, b->step.ms > 0 ? 100 * sum / b->step.ms : 0,
+           (unsigned long long)b->steps);
+    printf("timed              %.3f ms per token, %+.2f %% of the same untimed\n",
+           r->timed_ms_per_token, 100 * (r->timed_ms_per_token / r->ms_per_token - 1));
+    printf("most time above the floor:\n");
+    for (uint32_t i = 0; i < b->n_slowest; i++)
+        printf("  %u. %s%s%s, %.1f us: %s\n", i + 1, b->slowest[i].row.component,
+               b->slowest[i].row.op ? ", " : "", b->slowest[i].row.op ? b->slowest[i].row.op : "",
+               1e3 * b->slowest[i].lost_ms, b->slowest[i].why);
+}
+
 /* -1 to go on, else the exit status. */
 static int settle(args *a, int n_operands, char **argv)
 {
     if (n_operands != 1 || (strcmp(argv[1], "decode") && strcmp(argv[1], "prefill")))
         return nbi_cli_usage(&command, "say what to measure: decode, prefill or serve");
     a->bench.prefill = !strcmp(argv[1], "prefill");
+    if (a->bench.trace) a->bench.breakdown = true;
     a->bench.dir = a->model;
     a->bench.tokens = a->tokens ? a->tokens : a->bench.prefill ? 512 : 32;
     if (strcmp(a->activations, "weight-only") && strcmp(a->activations, "w4a4"))
@@ -110,6 +182,12 @@ int nbi_cmd_bench(int argc, char **argv)
         NBI_ATTENTION_OPTION_ROWS(b->attention.backend, b->attention.prefill, b->attention.decode,
                                   b->attention.sparse_prefill, b->attention.sparse_decode),
         NBI_MLA_OPTION_ROWS(b->attention.mla_prefill, b->attention.mla_block),
+        {"breakdown", NBI_OPT_FLAG, &b->breakdown, NULL,
+         "where a step's time goes: a repeat with every operator timed\nbehind every other one",
+         false},
+        {"trace", NBI_OPT_STRING, &b->trace, "FILE",
+         "the same, and the events of the last timed repeat, for Perfetto\nor chrome://tracing",
+         false},
         {"threads", NBI_OPT_U32, &b->backend.n_threads, "N",
          "default: all cores this process may use", false},
         {"json", NBI_OPT_FLAG, &a.json, NULL, "one JSON object on stdout", false},
@@ -123,9 +201,8 @@ int nbi_cmd_bench(int argc, char **argv)
     nbi_bench_result result;
     nbi_cli_log_start(NB_LOG_WARN);
     if (nbi_bench_run(&result, b, &err) != NB_OK) return nbi_cli_fail(&command, &err);
-    if (a.json)
-        print_json(&result);
-    else
-        print_text(&a, &result);
+    if (a.json) return print_json(&a, &result);
+    print_text(&a, &result);
+    if (b->breakdown) print_breakdown(&result);
     return NBI_EXIT_OK;
 }

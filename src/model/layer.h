@@ -2,6 +2,7 @@
  * src/model. */
 #pragma once
 
+#include "backend/parts.h"
 #include "model/model.h"
 
 #ifdef __cplusplus
@@ -123,6 +124,9 @@ struct nbi_model {
         non_expert_macs; /* of the main stack with head, without embedding */
     uint64_t
         expert_bytes_per_layer_sum; /* of one expert, summed over sparse layers of the main stack */
+    uint64_t *expert_bytes;         /* [n_layers + has_mtp] of one expert, 0 in dense layers */
+    nbi_moe_runner_ops timed_runner; /* `runner` while a step is timed (timed_runner.c) */
+    const nbi_moe_runner_ops *own_runner;
     nbi_workspace ws;
 };
 

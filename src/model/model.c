@@ -96,7 +96,9 @@ static nb_status open_parts(nbi_model *m, const nbi_model_options *opt, nb_error
     m->has_mtp = find_mtp(m);
     m->layers = nbi_arena_alloc(&m->arena, (m->n_layers + m->has_mtp) * sizeof *m->layers);
     m->inv_freq = nbi_arena_alloc(&m->arena, m->config.rope.dim / 2 * sizeof(float));
-    if (!m->layers || !m->inv_freq)
+    m->expert_bytes =
+        nbi_arena_alloc(&m->arena, (m->n_layers + m->has_mtp) * sizeof *m->expert_bytes);
+    if (!m->layers || !m->inv_freq || !m->expert_bytes)
         return nbi_fail(err, NB_NO_MEMORY, "loading %s: out of memory", opt->dir);
     nbi_rope_inv_freq(&m->config.rope, m->inv_freq);
     nbi_log(NB_LOG_INFO, "%s: %u layers, hidden %u, rope base %g%s",
@@ -175,17 +177,29 @@ static uint64_t cache_read_bytes(const nbi_config *c, uint32_t context, uint32_t
     return bytes;
 }
 
+/* Weights that a step of so many rows reads: distinct experts as expected. */
+static double weights_read(const nbi_model *m, uint32_t n_rows)
+{
+    const nbi_config *c = &m->config;
+    double bytes = (double)m->non_expert_bytes +
+                   (double)n_rows * (double)nbi_matrix_row_bytes(&m->embed->host);
+    if (!c->n_experts) return bytes;
+    double distinct = c->n_experts * (1.0 - pow(1.0 - (double)c->top_k / c->n_experts, n_rows));
+    return bytes + distinct * (double)m->expert_bytes_per_layer_sum;
+}
+
 uint64_t nbi_model_token_bytes(const nbi_model *m, uint32_t batch, uint32_t context,
                                nbi_dtype kv_dtype)
 {
-    const nbi_config *c = &m->config;
-    double bytes =
-        (double)m->non_expert_bytes + (double)batch * (double)nbi_matrix_row_bytes(&m->embed->host);
-    if (c->n_experts) {
-        double distinct = c->n_experts * (1.0 - pow(1.0 - (double)c->top_k / c->n_experts, batch));
-        bytes += distinct * (double)m->expert_bytes_per_layer_sum;
-    }
-    return (uint64_t)bytes + batch * cache_read_bytes(c, context, nbi_dtype_bits(kv_dtype) / 8);
+    return nbi_model_step_bytes(m, batch, batch, (uint64_t)batch * context, kv_dtype);
+}
+
+uint64_t nbi_model_step_bytes(const nbi_model *m, uint32_t n_rows, uint32_t n_seqs, uint64_t cached,
+                              nbi_dtype kv_dtype)
+{
+    if (!n_seqs) return 0;
+    const uint32_t each = (uint32_t)(cached / n_seqs), value = nbi_dtype_bits(kv_dtype) / 8;
+    return (uint64_t)weights_read(m, n_rows) + n_seqs * cache_read_bytes(&m->config, each, value);
 }
 
 uint64_t nbi_model_token_macs(const nbi_model *m)

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "backend/attention_path.h"
+#include "backend/timing.h"
 #include "format/config.h"
 #include "format/quant.h"
 #include "moe/runner.h"
@@ -42,6 +43,10 @@ uint64_t nbi_model_weight_bytes(const nbi_model *model); /* all that was loaded 
  * expected number of distinct experts, cache. */
 uint64_t nbi_model_token_bytes(const nbi_model *model, uint32_t batch, uint32_t context,
                                nbi_dtype kv_dtype);
+/* The same of any step of at most a token per sequence and drafts: n_rows of n_seqs sequences whose
+ * caches hold `cached` tokens together. */
+uint64_t nbi_model_step_bytes(const nbi_model *model, uint32_t n_rows, uint32_t n_seqs,
+                              uint64_t cached, nbi_dtype kv_dtype);
 uint64_t nbi_model_token_macs(
     const nbi_model *model); /* multiply-adds per token, attention over the cache left out */
 
@@ -74,6 +79,14 @@ nb_status nbi_model_reserve(nbi_model *model, uint32_t max_rows, uint32_t max_se
  * the model, valid until the next call). */
 nb_status nbi_model_forward(nbi_model *model, nbi_kv *kv, const nbi_batch *batch, float **logits,
                             nb_error *err);
+
+/* ---- timing (backend/timing.h). A timer of the model's backend and experts; destroyed by
+ * nbi_timing_destroy(), before the backend is closed. */
+nb_status nbi_model_timing_create(nbi_timing **out, nbi_model *model, nb_error *err);
+/* nbi_timing_step_begin() and _end(), with the experts. */
+void nbi_model_time_begin(nbi_model *model, nbi_timing *timing);
+void nbi_model_time_end(nbi_model *model, nbi_timing *timing, uint32_t n_rows, bool decode);
+void nbi_model_time_cancel(nbi_model *model, nbi_timing *timing);
 
 /* Copies the first n rows of what forward left in *logits: out[n, V] on the host. */
 void nbi_model_read_logits(const nbi_model *model, float *out, const float *logits, uint32_t n);

@@ -18,6 +18,7 @@ typedef struct loader {
     const nbi_model_options *opt;
     nbi_pool *pool; /* checks scales */
     uint64_t done_bytes, total_bytes;
+    nbi_part part; /* what load_linear() loads belongs to it */
     char prefix[96];
 } loader;
 
@@ -85,6 +86,7 @@ static nb_status prepare(loader *ld, nbi_weight **out, const nbi_matrix *matrix,
 {
     if (ld->opt->verify_scales) NB_TRY(nbi_matrix_check(matrix, err));
     NB_TRY(ld->m->b->ops->weight_prepare(ld->m->b, out, matrix, err));
+    (*out)->part = (uint8_t)ld->part;
     ld->m->weight_bytes += nbi_matrix_bytes(matrix);
     progress(ld, nbi_matrix_bytes(matrix));
     return NB_OK;
@@ -126,6 +128,7 @@ static nb_status load_mla(loader *ld, nbi_mla_weights *w, bool counted, nb_error
 {
     const nbi_config *c = &ld->m->config;
     uint32_t q_rows = c->n_heads * (c->nope_dim + c->rope_dim);
+    ld->part = NBI_PART_ATTENTION;
     if (c->q_lora) {
         NB_TRY(load_linear(ld, &w->q_a, "self_attn.q_a_proj", c->q_lora, c->hidden, counted, err));
         NB_TRY(load_vector(ld, &w->q_a_norm, "self_attn.q_a_layernorm.weight", c->q_lora, err));
@@ -151,6 +154,7 @@ static nb_status load_gqa(loader *ld, nbi_gqa_weights *w, bool counted, nb_error
 {
     const nbi_config *c = &ld->m->config;
     uint32_t q_rows = c->n_heads * c->head_dim, kv_rows = c->n_kv_heads * c->head_dim;
+    ld->part = NBI_PART_ATTENTION;
     NB_TRY(load_linear(ld, &w->q, "self_attn.q_proj", q_rows, c->hidden, counted, err));
     NB_TRY(load_linear(ld, &w->k, "self_attn.k_proj", kv_rows, c->hidden, counted, err));
     NB_TRY(load_linear(ld, &w->v, "self_attn.v_proj", kv_rows, c->hidden, counted, err));
@@ -173,6 +177,7 @@ static nb_status load_indexer(loader *ld, nbi_indexer_weights *w, bool counted, 
 {
     const nbi_config *c = &ld->m->config;
     uint32_t q_cols = c->q_lora ? c->q_lora : c->hidden;
+    ld->part = NBI_PART_INDEXER;
     NB_TRY(load_linear(ld, &w->q, "self_attn.indexer.wq_b", c->index_heads * c->index_dim, q_cols,
                        counted, err));
     NB_TRY(load_linear(ld, &w->k, "self_attn.indexer.wk", c->index_dim, c->hidden, counted, err));
@@ -320,6 +325,7 @@ static nb_status load_experts(loader *ld, nbi_moe_weights *w, uint32_t layer, bo
     if (ld->opt->verify_scales) NB_TRY(check_experts(ld, &w->experts, err));
     NB_TRY(choose_runner(ld, &w->experts.shape, err));
     NB_TRY(m->runner->prepare(m->b, &w->prepared, &w->experts, err));
+    m->expert_bytes[layer] = bytes / c->n_experts;
     if (counted) m->expert_bytes_per_layer_sum += bytes / c->n_experts;
     m->weight_bytes += bytes;
     progress(ld, bytes);
@@ -330,12 +336,14 @@ static nb_status load_moe(loader *ld, nbi_moe_weights *w, uint32_t layer, bool c
                           nb_error *err)
 {
     const nbi_config *c = &ld->m->config;
+    ld->part = NBI_PART_ROUTER;
     NB_TRY(load_linear(ld, &w->router, "mlp.gate", c->n_experts, c->hidden, counted, err));
     if (c->router_bias)
         NB_TRY(load_vector(ld, &w->router_bias, "mlp.gate.e_score_correction_bias", c->n_experts,
                            err));
     NB_TRY(load_experts(ld, w, layer, counted, err));
     if (!c->n_shared) return NB_OK;
+    ld->part = NBI_PART_SHARED;
     return load_mlp(ld, &w->shared, "mlp.shared_experts", c->moe_intermediate * c->n_shared,
                     counted, err);
 }
@@ -358,6 +366,7 @@ static nb_status load_layer(loader *ld, nbi_layer *layer, uint32_t index, nb_err
     }
     if (layer->full_indexer) NB_TRY(load_indexer(ld, &layer->indexer, counted, err));
     if (layer->sparse) return load_moe(ld, &layer->moe, index, counted, err);
+    ld->part = NBI_PART_DENSE;
     return load_mlp(ld, &layer->mlp, "mlp", c->intermediate, counted, err);
 }
 
@@ -396,6 +405,7 @@ static nb_status load_head(loader *ld, nb_error *err)
         nbi_log(
             NB_LOG_WARN,
             "config says the head is tied, but lm_head.weight is stored: the stored head is used");
+    ld->part = NBI_PART_HEAD;
     return load_linear(ld, &m->head, "lm_head", c->vocab, c->hidden, true, err);
 }
 
@@ -403,6 +413,7 @@ static nb_status load_all(loader *ld, nb_error *err)
 {
     nbi_model *m = ld->m;
     const nbi_config *c = &m->config;
+    ld->part = NBI_PART_EMBEDDING;
     NB_TRY(load_linear(ld, &m->embed, "model.embed_tokens", c->vocab, c->hidden, false, err));
     NB_TRY(load_head(ld, err));
     NB_TRY(load_vector(ld, &m->final_norm, "model.norm.weight", c->hidden, err));

@@ -7,9 +7,11 @@
 #include <string.h>
 
 #include "base/clock.h"
+#include "base/file.h"
 #include "perf/bandwidth.h"
 
-#define DEVICE_BYTES ((size_t)2 << 30)   /* read for a device's bandwidth */
+#define DEVICE_BYTES ((size_t)2 << 30) /* read for a device's bandwidth */
+#define TRACE_EVENTS (1u << 18)
 #define PASS_BYTES   ((uint64_t)1 << 29) /* a read pass: past every cache, about 20 ms at 25 GB/s */
 
 typedef struct bench {
@@ -22,7 +24,9 @@ typedef struct bench {
     uint32_t pages_per_seq, max_rows, n_expanded;
     int32_t *ids, *pos, *row_seq, *seq_first, *seq_len, *expanded, *pages, *logit_rows, *fault;
     void *block;
-    double *ms, *rate; /* [repeat] */
+    double *ms, *rate, *timed_ms; /* [repeat] */
+    nbi_timing *timing;           /* NULL: no breakdown */
+    bool timed;                   /* steps are */
     uint64_t random;
 } bench;
 
@@ -52,7 +56,8 @@ static nb_status check_options(const nbi_bench_options *o, nb_error *err)
 /* Tokens that the longest sequence will hold. */
 static uint64_t longest(const nbi_bench_options *o)
 {
-    const uint64_t measured = o->prefill ? o->tokens : (uint64_t)(o->repeat + 1) * o->tokens;
+    const uint64_t repeats = (uint64_t)o->repeat * (o->breakdown ? 2 : 1) + 1;
+    const uint64_t measured = o->prefill ? o->tokens : repeats * o->tokens;
     return o->context + measured;
 }
 
@@ -102,13 +107,15 @@ static nb_status open_all(bench *b, nb_error *err)
     NB_TRY(nbi_model_reserve(b->model, b->max_rows, o->batch, o->batch, (uint32_t)length, err));
     NB_TRY(nbi_kv_create(&b->kv, b->b, c, o->kv_dtype, o->batch * b->pages_per_seq, err));
     b->block = nbi_calloc(1, carve(b, NULL));
-    b->ms = nbi_calloc(2 * (size_t)o->repeat, sizeof *b->ms);
+    b->ms = nbi_calloc(3 * (size_t)o->repeat, sizeof *b->ms);
     if (!b->block || !b->ms) return nbi_fail(err, NB_NO_MEMORY, "bench: out of memory");
     b->n_expanded = nbi_model_expanded(b->model, o->context + (o->prefill ? o->tokens : 0));
     b->rate = b->ms + o->repeat;
+    b->timed_ms = b->rate + o->repeat;
     carve(b, b->block);
     for (uint32_t i = 0; i < o->batch * b->pages_per_seq; i++) b->pages[i] = (int32_t)i;
-    return NB_OK;
+    if (o->breakdown) NB_TRY(nbi_model_timing_create(&b->timing, b->model, err));
+    return o->breakdown && o->trace ? nbi_timing_keep_events(b->timing, TRACE_EVENTS, err) : NB_OK;
 }
 
 static nb_status measure_device(bench *b, nb_error *err)
@@ -123,12 +130,23 @@ static nb_status measure_device(bench *b, nb_error *err)
 
 static void close_all(bench *b)
 {
+    nbi_timing_destroy(&b->timing);
     if (b->kv.layers) nbi_kv_destroy(&b->kv, b->b);
     nbi_model_close(&b->model);
     nbi_backend_close(&b->b);
     nbi_bandwidth_close(&b->bandwidth);
     nbi_free(b->block);
     nbi_free(b->ms);
+}
+
+static nb_status forward(bench *b, const nbi_batch *batch, bool decode, nb_error *err)
+{
+    float *logits = NULL;
+    if (!b->timed) return nbi_model_forward(b->model, &b->kv, batch, &logits, err);
+    nbi_model_time_begin(b->model, b->timing);
+    const nb_status st = nbi_model_forward(b->model, &b->kv, batch, &logits, err);
+    nbi_model_time_end(b->model, b->timing, batch->n_rows, decode);
+    return st;
 }
 
 /* One step: rows [pos, pos + rows) of sequences [seq, seq + n_seqs). */
@@ -164,8 +182,7 @@ static nb_status run_step(bench *b, uint32_t seq, uint32_t n_seqs, uint32_t pos,
                              .page_table = b->pages + (size_t)seq * b->pages_per_seq,
                              .logit_rows = b->logit_rows,
                              .row_fault = b->fault};
-    float *logits = NULL;
-    NB_TRY(nbi_model_forward(b->model, &b->kv, &batch, &logits, err));
+    NB_TRY(forward(b, &batch, !b->opt->prefill, err));
     for (uint32_t i = 0; i < batch.n_rows; i++) {
         char what[160];
         if (!b->fault[i]) continue;
@@ -250,8 +267,34 @@ static void conclude(bench *b, nbi_bench_result *out)
     out->gmac_per_s = 1e-6 * macs_per_token(b) / out->ms_per_token;
     out->weight_bytes = nbi_model_weight_bytes(b->model);
     out->n_threads = b->bandwidth ? nbi_bandwidth_threads(b->bandwidth) : 0;
+    if (b->timing) {
+        out->timed_ms_per_token = median(b->timed_ms, n);
+        nbi_breakdown_make(&out->breakdown, b->timing, !b->opt->prefill, out->read_bandwidth);
+    }
     snprintf(out->runner, sizeof out->runner, "%s", nbi_model_runner(b->model));
     snprintf(out->device, sizeof out->device, "%s", b->b->description);
+}
+
+/* The same with every operator timed; events are those of the last one. */
+static nb_status run_timed(bench *b, uint32_t *pos, double *ms_per_token, nb_error *err)
+{
+    if (b->opt->trace) NB_TRY(nbi_timing_keep_events(b->timing, TRACE_EVENTS, err));
+    b->timed = true;
+    const nb_status st = run_repeat(b, pos, ms_per_token, err);
+    b->timed = false;
+    return st;
+}
+
+static nb_status write_trace(const bench *b, nb_error *err)
+{
+    nbi_buf text = {0};
+    nb_status st = nbi_trace_json(&text, b->timing, b->opt->dir, b->b->description, NULL);
+    if (st != NB_OK)
+        st = nbi_fail(err, st, "%s: no memory for the trace", b->opt->trace);
+    else
+        st = nbi_file_write(b->opt->trace, text.data, text.len, err);
+    nbi_buf_free(&text);
+    return st;
 }
 
 static nb_status measure(bench *b, nbi_bench_result *out, nb_error *err)
@@ -265,9 +308,10 @@ static nb_status measure(bench *b, nbi_bench_result *out, nb_error *err)
     for (uint32_t i = 0; i < o->repeat; i++) {
         b->rate[i] = b->bandwidth ? nbi_bandwidth_pass(b->bandwidth, PASS_BYTES) : b->device_rate;
         NB_TRY(run_repeat(b, &pos, &b->ms[i], err));
+        if (b->timing) NB_TRY(run_timed(b, &pos, &b->timed_ms[i], err));
     }
     conclude(b, out);
-    return NB_OK;
+    return o->breakdown && o->trace ? write_trace(b, err) : NB_OK;
 }
 
 nb_status nbi_bench_run(nbi_bench_result *out, const nbi_bench_options *opt, nb_error *err)

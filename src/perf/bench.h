@@ -2,6 +2,7 @@
  * gives. Callers: `nibble bench`, bench/. */
 #pragma once
 
+#include "backend/timing_report.h"
 #include "model/model.h"
 
 #ifdef __cplusplus
@@ -22,6 +23,9 @@ typedef struct nbi_bench_options {
     uint32_t chunk;   /* prefill and filling: rows of a step */
     uint32_t repeat;  /* >= 1 */
     uint64_t seed;    /* of the token ids: random and fresh each step, so that routing spreads */
+    bool breakdown;   /* a timed repeat behind every other one: where a step's time goes */
+    const char
+        *trace; /* file for the events of the last timed repeat; NULL: none. With breakdown */
 } nbi_bench_options;
 
 /* A "token" is one token of one stream: with a batch of N a decode step makes N of them. Times are
@@ -37,6 +41,9 @@ typedef struct nbi_bench_result {
     uint64_t weight_bytes;
     uint32_t n_threads; /* 0: not a CPU */
     char runner[32], device[64];
+    /* with breakdown */
+    nbi_breakdown breakdown;
+    double timed_ms_per_token; /* of the timed repeats: median, measured from outside */
 } nbi_bench_result;
 
 /* Prints nothing. NB_INVALID names the option. */

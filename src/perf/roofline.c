@@ -35,7 +35,7 @@ const char *nbi_roof_part_name(nbi_roof_part part)
 {
     static const char *const names[] = {
 #define X(suffix, name) name,
-        NBI_ROOF_PART_LIST(X)
+        NBI_PART_LIST(X)
 #undef X
     };
     return part < NBI_ROOF_PART_COUNT ? names[part] : "unknown";

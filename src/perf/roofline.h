@@ -12,6 +12,7 @@
  * cache is read whole by every rank. */
 #pragma once
 
+#include "backend/parts.h"
 #include "format/config.h"
 #include "model/synth.h"
 #include "perf/devices.h"
@@ -20,26 +21,10 @@
 extern "C" {
 #endif
 
-/* enum suffix, name in tables and JSON */
-/* clang-format off */
-#define NBI_ROOF_PART_LIST(X)              \
-    X(ATTENTION, "attention")              \
-    X(INDEXER, "indexer")                  \
-    X(ROUTER, "router")                    \
-    X(ROUTED, "routed experts")            \
-    X(SHARED, "shared experts")            \
-    X(DENSE, "dense MLPs")                 \
-    X(HEAD, "output head")                 \
-    X(EMBEDDING, "embedding")              \
-    X(NORM, "norms and biases")            \
-    X(KV_READ, "cache read")               \
-    X(KV_WRITE, "cache write")             \
-    X(COLLECTIVES, "collectives")
-/* clang-format on */
-
+/* The parts of backend/parts.h. */
 typedef enum nbi_roof_part {
 #define X(suffix, name) NBI_ROOF_##suffix,
-    NBI_ROOF_PART_LIST(X)
+    NBI_PART_LIST(X)
 #undef X
         NBI_ROOF_PART_COUNT
 } nbi_roof_part;

@@ -305,7 +305,7 @@ static bool cuda_step_begin(nbi_backend *b, const nbi_batch *host, uint32_t pass
     *device = &c->batch;
     c->recording = c->replaying = NULL;
     c->n_steps++;
-    if (!c->graphs || host->n_rows > NBI_CUDA_GRAPH_ROWS) return true;
+    if (!c->graphs || c->timed || host->n_rows > NBI_CUDA_GRAPH_ROWS) return true;
     const nbi_cuda_key key = {host->n_rows, host->n_seqs, host->n_logit_rows, c->batch.max_len,
                               pass};
     nbi_cuda_graph *g = find_recorded(c, key);
@@ -348,6 +348,47 @@ static nb_status cuda_sync(nbi_backend *b, nb_error *err)
 {
     return report(nbi_cuda_of(b), err);
 }
+
+/* ---------------------------------------------------------------- the clock */
+
+static nb_status clock_open(nbi_backend *b, uint32_t n_marks, nb_error *err)
+{
+    if (nbi_rt_clock_open(&nbi_cuda_of(b)->rt, n_marks)) return NB_OK;
+    return nbi_fail(err, NB_NO_MEMORY, "cuda: no memory for %u events", n_marks);
+}
+
+/* A mark between two launches ends their overlap anyway. */
+static void clock_on(nbi_backend *b, bool on)
+{
+    nbi_cuda *c = nbi_cuda_of(b);
+    nbi_cuda_flush(c);
+    c->timed = on;
+    c->rt.dependent = !on && c->graphs && c->rt.sm >= 90;
+}
+
+static void clock_mark(nbi_backend *b, uint32_t i)
+{
+    nbi_rt_clock_mark(&nbi_cuda_of(b)->rt, i);
+}
+
+static uint64_t clock_launches(const nbi_backend *b, bool *waits)
+{
+    const nbi_cuda *c = nbi_cuda_of(b);
+    *waits = c->n_pending || c->norm_pending || c->router_pending || c->swiglu_pending ||
+             c->waiting.what != NBI_CUDA_WAITS_NOT;
+    return c->rt.n_calls;
+}
+
+static uint64_t clock_ns(nbi_backend *b, uint32_t from, uint32_t to)
+{
+    return nbi_rt_clock_ns(&nbi_cuda_of(b)->rt, from, to);
+}
+
+static const nbi_backend_clock cuda_clock = {.open = clock_open,
+                                             .on = clock_on,
+                                             .mark = clock_mark,
+                                             .launches = clock_launches,
+                                             .ns = clock_ns};
 
 /* ---------------------------------------------------------------- the table */
 
@@ -406,4 +447,5 @@ const nbi_backend_ops nbi_cuda_ops = {
     .sample = flush_sample,
     .sync = cuda_sync,
     .read_bandwidth = nbi_cuda_read_bandwidth,
+    .clock = &cuda_clock,
 };

@@ -56,6 +56,7 @@ struct nbi_cuda {
     nbi_rt rt;
     nbi_limits limits;
     bool graphs; /* record steps */
+    bool timed;  /* not this one: its operators are timed */
 
     void *scratch; /* of one operator at a time */
     size_t scratch_bytes;

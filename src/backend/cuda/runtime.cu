@@ -3,6 +3,7 @@
 #include "backend/cuda/runtime.h"
 
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 
 struct nbi_rt_graph {
@@ -78,6 +79,10 @@ void nbi_rt_close(nbi_rt *rt)
         if (mark) cudaEventDestroy(mark);
         mark = NULL;
     }
+    for (uint32_t i = 0; i < rt->n_clock; i++) cudaEventDestroy(rt->clock[i]);
+    free(rt->clock);
+    rt->clock = NULL;
+    rt->n_clock = 0;
     if (rt->stream) cudaStreamDestroy(rt->stream);
     rt->opened = rt->mark = NULL;
     rt->stream = NULL;
@@ -183,6 +188,33 @@ double nbi_rt_seconds(nbi_rt *rt)
         return 0;
     ok(rt, "time", cudaEventElapsedTime(&ms, rt->opened, rt->mark));
     return (double)ms * 1e-3;
+}
+
+bool nbi_rt_clock_open(nbi_rt *rt, uint32_t n_marks)
+{
+    if (!rt->clock) rt->clock = (cudaEvent_t *)calloc(n_marks, sizeof *rt->clock);
+    if (!rt->clock) return false;
+    while (rt->n_clock < n_marks) {
+        if (cudaEventCreate(&rt->clock[rt->n_clock]) != cudaSuccess) {
+            cudaGetLastError();
+            return false;
+        }
+        rt->n_clock++;
+    }
+    return true;
+}
+
+void nbi_rt_clock_mark(nbi_rt *rt, uint32_t i)
+{
+    if (!rt->error[0]) ok(rt, "event", cudaEventRecord(rt->clock[i], rt->stream));
+}
+
+uint64_t nbi_rt_clock_ns(nbi_rt *rt, uint32_t from, uint32_t to)
+{
+    float ms = 0;
+    if (rt->error[0]) return 0;
+    ok(rt, "time", cudaEventElapsedTime(&ms, rt->clock[from], rt->clock[to]));
+    return ms > 0 ? (uint64_t)((double)ms * 1e6) : 0;
 }
 
 void nbi_rt_record(nbi_rt *rt)

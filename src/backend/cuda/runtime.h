@@ -32,12 +32,15 @@ struct nbi_rt {
                          so does what lies there */
     bool dependent;   /* launches overlap the end of the one before (PDL); kernels keep the rule of
                          nbi_wait_before() */
+    uint32_t n_clock; /* marks of nbi_rt_clock_open() */
 #if NBI_EMULATED
     std::vector<std::function<void()>> *record;
+    uint64_t *clock; /* [n_clock] */
 #else
     cudaStream_t stream;
     cudaEvent_t opened, mark;        /* of nbi_rt_seconds() */
     cudaEvent_t marks[NBI_RT_MARKS]; /* of nbi_rt_mark() */
+    cudaEvent_t *clock;              /* [n_clock] of nbi_rt_clock_mark() */
 #endif
 };
 
@@ -72,6 +75,12 @@ bool nbi_rt_sync(nbi_rt *rt);
 /* Waits for all of it, and says when it was done, on the device's own clock: differences of two
  * calls are times of what was asked for in between. */
 double nbi_rt_seconds(nbi_rt *rt);
+
+/* Marks in the stream whose times can be asked for, made once (false: no memory): outside of
+ * recordings, not counted in n_calls. ns: between two marks that were set, behind nbi_rt_sync(). */
+bool nbi_rt_clock_open(nbi_rt *rt, uint32_t n_marks);
+void nbi_rt_clock_mark(nbi_rt *rt, uint32_t i);
+uint64_t nbi_rt_clock_ns(nbi_rt *rt, uint32_t from, uint32_t to);
 
 /* Between begin and end, launches and copies are recorded instead of done. NULL when it failed. */
 void nbi_rt_record(nbi_rt *rt);

@@ -26,6 +26,8 @@ void nbi_rt_close(nbi_rt *rt)
 {
     delete rt->record;
     rt->record = NULL;
+    free(rt->clock);
+    rt->clock = NULL;
 }
 
 void *nbi_rt_alloc(nbi_rt *rt, size_t bytes)
@@ -111,6 +113,24 @@ double nbi_rt_seconds(nbi_rt *rt)
 {
     (void)rt;
     return (double)nbi_now_ns() * 1e-9;
+}
+
+bool nbi_rt_clock_open(nbi_rt *rt, uint32_t n_marks)
+{
+    if (rt->clock) return rt->n_clock >= n_marks;
+    rt->clock = static_cast<uint64_t *>(calloc(n_marks, sizeof *rt->clock));
+    rt->n_clock = rt->clock ? n_marks : 0;
+    return rt->clock != NULL;
+}
+
+void nbi_rt_clock_mark(nbi_rt *rt, uint32_t i)
+{
+    rt->clock[i] = nbi_now_ns();
+}
+
+uint64_t nbi_rt_clock_ns(nbi_rt *rt, uint32_t from, uint32_t to)
+{
+    return rt->clock[to] - rt->clock[from];
 }
 
 void nbi_rt_record(nbi_rt *rt)
