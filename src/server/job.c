@@ -281,7 +281,7 @@ void nbi_job_close(nbi_job **out)
 {
     nbi_job *job = *out;
     if (!job) return;
-    nbi_order_close(&job->order);
+    nbi_grammar_order_close(&job->order);
     for (uint32_t i = 0; i < job->n_choices; i++) {
         nbi_choice *c = &job->choices[i];
         nb_request_close(&c->request);
@@ -648,7 +648,7 @@ static void fail_writing(nbi_job *job, nbi_buf *out, size_t before)
 void nbi_job_pump(nbi_job *job, nbi_buf *out)
 {
     if (nbi_job_is_pending(job)) {
-        if (!nbi_order_is_done(job->order)) return;
+        if (!nbi_grammar_order_is_done(job->order)) return;
         submit_late(job);
         if (job->error.http) return;
     }

@@ -132,9 +132,9 @@ struct nbi_job {
     bool one_call;            /* chat: calls after the first are left out */
     bool forced_calls;        /* chat: the answer is the JSON list of calls that a grammar makes */
     nbi_constraint constraint;
-    nbi_order *order;      /* grammars being compiled; NULL: none */
-    atomic_bool submitted; /* choices[].request are written */
-    void *state;           /* of the surface, in the arena */
+    nbi_grammar_order *order; /* grammars being compiled; NULL: none */
+    atomic_bool submitted;    /* choices[].request are written */
+    void *state;              /* of the surface, in the arena */
     char id[NBI_ID_BYTES];
     const char *name;         /* what the client calls the request, in the arena; NULL: nothing */
     bool name_is_id;          /* and wants it called in the reply */

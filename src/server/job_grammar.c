@@ -39,15 +39,21 @@ static nb_status refuse(const nbi_job *job, nb_status status, const nb_error *er
     return nbi_api_field(e, job->constraint.field, "%s", err->text);
 }
 
-static nb_status make_now(nbi_job *job, const nbi_grammar_options *options, nbi_api_error *e)
+/* From what is kept; *known false: an order has to be given. */
+static nb_status make_now(nbi_job *job, const nbi_grammar_options *options, bool *known,
+                          nbi_api_error *e)
 {
     const nbi_constraint *c = &job->constraint;
     nb_error err = {0};
-    for (uint32_t i = 0; i < job->n_choices; i++) {
-        nb_status status = nbi_grammar_compile(&job->choices[i].grammar, job->served->grammars,
-                                               c->kind, c->source, c->n_source, options, &err);
+    *known = job->n_choices <= AT_ONCE_MAX;
+    for (uint32_t i = 0; i < job->n_choices && *known; i++) {
+        nb_status status =
+            nbi_grammar_recall(&job->choices[i].grammar, known, job->served->grammars, c->kind,
+                               c->source, c->n_source, options, &err);
         if (status != NB_OK) return refuse(job, status, &err, e);
     }
+    for (uint32_t i = 0; i < job->n_choices && !*known; i++)
+        nbi_grammar_close(&job->choices[i].grammar); /* it has gone meanwhile */
     return NB_OK;
 }
 
@@ -55,15 +61,15 @@ nb_status nbi_job_make_grammars(nbi_job *job, nbi_api_error *e)
 {
     const nbi_constraint *c = &job->constraint;
     nb_error err = {0};
+    bool known;
     if (!c->field) return NB_OK;
     if (!job->served->grammars) return nbi_api_field(e, c->field, "%s", job->served->no_grammars);
     const nbi_grammar_options options = options_for(job);
-    if (job->n_choices <= AT_ONCE_MAX &&
-        nbi_grammar_is_known(job->served->grammars, c->kind, c->source, c->n_source))
-        return make_now(job, &options, e);
+    NB_TRY(make_now(job, &options, &known, e));
+    if (known) return NB_OK;
     nb_status status =
-        nbi_order_give(&job->order, job->served->grammar_pool, c->kind, c->source, c->n_source,
-                       &options, job->n_choices, job->hooks.notify, job->hooks.user, &err);
+        nbi_grammar_order_open(&job->order, job->served->grammars, c->kind, c->source, c->n_source,
+                               &options, job->n_choices, job->hooks.notify, job->hooks.user, &err);
     return status == NB_OK ? NB_OK : refuse(job, status, &err, e);
 }
 
@@ -71,11 +77,11 @@ nb_status nbi_job_take_grammars(nbi_job *job, nbi_api_error *e)
 {
     nb_error err = {0};
     nbi_grammar **grammars = nbi_calloc(job->n_choices, sizeof *grammars);
-    nb_status status = grammars ? nbi_order_take(job->order, grammars, &err)
+    nb_status status = grammars ? nbi_grammar_order_take(job->order, grammars, &err)
                                 : nbi_fail(&err, NB_NO_MEMORY, "no memory for this request");
     for (uint32_t i = 0; status == NB_OK && i < job->n_choices; i++)
         job->choices[i].grammar = grammars[i];
     nbi_free(grammars);
-    nbi_order_close(&job->order);
+    nbi_grammar_order_close(&job->order);
     return status == NB_OK ? NB_OK : refuse(job, status, &err, e);
 }

@@ -129,7 +129,10 @@ static void *run(void *arg)
         }
         if (r->ending) break;
         pthread_mutex_unlock(&r->lock);
-        if (atomic_load(&server->served_there)) take_sample(server);
+        if (atomic_load(&server->served_there)) {
+            take_sample(server);
+            if (server->served->grammars) nbi_grammar_look_at_clock(server->served->grammars);
+        }
         check_deadlines(server);
         pthread_mutex_lock(&r->lock);
     }

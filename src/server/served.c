@@ -245,7 +245,6 @@ static nb_status open_grammars(nbi_served *s, const char *name, nb_error *err)
                                      .n_eos = s->info.n_eos,
                                      .vocab = s->info.vocab_size};
     NB_TRY(nbi_grammar_compiler_open(&s->grammars, &setup, err));
-    NB_TRY(nbi_grammar_pool_open(&s->grammar_pool, s->grammars, err));
     if (backend == NBI_GRAMMAR_BACKEND_AUTO) return NB_OK;
     nb_status status = nbi_grammar_compiler_load(s->grammars, err);
     return status == NB_OK ? NB_OK : nbi_fail_prefix(err, status, "--grammar-backend %s", name);
@@ -310,7 +309,6 @@ void nbi_served_destroy(nbi_served **out)
 {
     nbi_served *s = *out;
     if (!s) return;
-    nbi_grammar_pool_close(&s->grammar_pool);
     nbi_grammar_compiler_close(&s->grammars); /* it uses the tokenizer */
     nbi_served_text_close(&s->text);
     nbi_free(s->names);

@@ -5,7 +5,6 @@
  * weights are. */
 #pragma once
 
-#include "server/grammar_pool.h"
 #include "server/sampling_params.h"
 #include "text/chat.h"
 #include "text/grammar.h"
@@ -55,7 +54,6 @@ typedef struct nbi_served {
     nbi_reasoning_kind reasoning;
     nbi_tool_form tool_form;
     nbi_grammar_compiler *grammars; /* NULL: see no_grammars */
-    nbi_grammar_pool *grammar_pool; /* the same */
     const char *no_grammars;        /* the sentence why not; static */
     int64_t created;                /* seconds since 1970 when it became ready */
     uint64_t id_key;

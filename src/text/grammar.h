@@ -22,12 +22,13 @@
  *    counts, although the drafts are taken back.
  *
  * Bounds of what a client may send: NBI_GRAMMAR_*_MAX below, the library's own limits on work per
- * compilation and per mask, and NBI_GRAMMAR_SECONDS of processor time, after which the caller is
- * freed. What was
- * compiled is kept (the least recently used goes first), refusals too; the same source asked for by
- * several callers at once is compiled once.
+ * compilation and per mask, and NBI_GRAMMAR_SECONDS of processor time (five times as much of the
+ * clock on the wall, which is also how long an order waits for its turn), after which an order is
+ * refused. What was compiled is kept (the least recently used goes first), refusals too; the same
+ * source ordered several times at once is compiled once.
  *
- * Threads: a compiler is used by any number of threads. mask, accept and rollback of one grammar
+ * Threads: a compiler is used by any number of threads, and starts its own with the first orders.
+ * mask, accept and rollback of one grammar
  * are called by one thread at a time; nothing in them touches nibble's heap. */
 #pragma once
 
@@ -44,7 +45,8 @@ extern "C" {
 #define NBI_GRAMMAR_CHOICES_MAX  4096u
 #define NBI_GRAMMAR_SPACE_MAX    32
 #define NBI_GRAMMAR_CACHED_MAX   32u /* compiled grammars kept */
-#define NBI_GRAMMAR_COMPILES_MAX 4u  /* at once; more wait */
+#define NBI_GRAMMAR_COMPILES_MAX 4u  /* at once, as many threads; more wait */
+#define NBI_GRAMMAR_ORDERS_MAX   256 /* at once */
 #define NBI_GRAMMAR_BANNED_MAX   8u
 
 typedef enum nbi_grammar_kind {
@@ -74,7 +76,8 @@ nb_status nbi_grammar_compiler_open(nbi_grammar_compiler **out, const nbi_gramma
  * later calls repeat the answer. NB_UNSUPPORTED: not installed, or a version that nibble does not
  * know. */
 nb_status nbi_grammar_compiler_load(nbi_grammar_compiler *compiler, nb_error *err);
-/* Grammars made with it live on; the tokenizer need not. */
+/* After all orders are closed; waits for what is being compiled, which is bounded. Grammars made
+ * with it live on; the tokenizer need not. */
 void nbi_grammar_compiler_close(nbi_grammar_compiler **compiler);
 
 typedef struct nbi_grammar_options {
@@ -88,17 +91,37 @@ typedef struct nbi_grammar_options {
     int32_t call_begin; /* with may_call */
 } nbi_grammar_options;
 
-/* `options` NULL: the grammar begins at once. Blocks at most about NBI_GRAMMAR_SECONDS.
+/* `options` NULL: the grammar begins at once. An order and the wait for it.
  * NB_INVALID: not valid, or nothing can match. NB_UNSUPPORTED: no library, or a keyword that is not
  * supported, by name. NB_TOO_LARGE: a bound. NB_BUSY: too many others compile. The sentences say
  * "the schema", "the expression", ...: the caller puts the field's name before them. */
 nb_status nbi_grammar_compile(nbi_grammar **out, nbi_grammar_compiler *compiler,
                               nbi_grammar_kind kind, const char *source, size_t n,
                               const nbi_grammar_options *options, nb_error *err);
-/* Will compiling this not block, because the answer is kept? */
-bool nbi_grammar_is_known(nbi_grammar_compiler *compiler, nbi_grammar_kind kind, const char *source,
-                          size_t n);
+/* The same from what is kept, without waiting. *known false: it is not kept. */
+nb_status nbi_grammar_recall(nbi_grammar **out, bool *known, nbi_grammar_compiler *compiler,
+                             nbi_grammar_kind kind, const char *source, size_t n,
+                             const nbi_grammar_options *options, nb_error *err);
 void nbi_grammar_close(nbi_grammar **grammar);
+
+/* ---- orders, of callers that must not wait. Each is used by one thread at a time. */
+typedef struct nbi_grammar_order nbi_grammar_order;
+
+/* Orders n_grammars grammars of one source, which is copied. `notify` (may be NULL) comes from any
+ * thread when it is done; it must not block, and must not open or close orders. NB_BUSY: too many.
+ */
+nb_status nbi_grammar_order_open(nbi_grammar_order **out, nbi_grammar_compiler *compiler,
+                                 nbi_grammar_kind kind, const char *source, size_t n,
+                                 const nbi_grammar_options *options, uint32_t n_grammars,
+                                 void (*notify)(void *user), void *user, nb_error *err);
+bool nbi_grammar_order_is_done(nbi_grammar_order *order);
+/* What a done order came to: grammars[n_grammars], the caller's from then on, or the statuses of
+ * nbi_grammar_compile(). Once. */
+nb_status nbi_grammar_order_take(nbi_grammar_order *order, nbi_grammar **grammars, nb_error *err);
+/* At any time; no notify comes after it. */
+void nbi_grammar_order_close(nbi_grammar_order **order);
+/* Ends the orders whose time is over. To be called about once a second while there are any. */
+void nbi_grammar_look_at_clock(nbi_grammar_compiler *compiler);
 
 /* For nb_request_options.grammar. After a submission that succeeded nbi_grammar_retain() has to
  * follow: the engine then shares the grammar, and its release closes it once more. */

@@ -98,7 +98,6 @@ static const struct {
     }
     SYMBOL("llg_get_version", version),
     SYMBOL("llg_new_tokenizer_v2", new_tokenizer),
-    SYMBOL("llg_clone_tokenizer", clone_tokenizer),
     SYMBOL("llg_free_tokenizer", free_tokenizer),
     SYMBOL("llg_new_matcher", new_matcher),
     SYMBOL("llg_clone_matcher", clone_matcher),

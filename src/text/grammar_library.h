@@ -1,4 +1,4 @@
-/* Finding and calling llguidance, the grammar library. Caller: grammar.c.
+/* Finding and calling llguidance, the grammar library. Callers: grammar.c, grammar_compile.c.
  *
  * The package comes from PyPI: `pip install --target <folder> llguidance==1.9.1`. Its extension
  * module also exports the library's C interface, and that is all nibble calls: no Python code runs
@@ -63,7 +63,6 @@ typedef struct nbi_llg_init {
 typedef struct nbi_llg {
     const char *(*version)(void);
     nbi_llg_tokenizer *(*new_tokenizer)(const nbi_llg_tokenizer_init *init, char *error, size_t n);
-    nbi_llg_tokenizer *(*clone_tokenizer)(const nbi_llg_tokenizer *tokenizer);
     void (*free_tokenizer)(nbi_llg_tokenizer *tokenizer);
     nbi_llg_matcher *(*new_matcher)(const nbi_llg_init *init, const char *type, const char *data);
     nbi_llg_matcher *(*clone_matcher)(const nbi_llg_matcher *matcher);

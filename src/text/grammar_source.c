@@ -285,13 +285,18 @@ static nb_status prepare_grammar(nbi_buf *text, const char *source, size_t n, nb
     return nbi_buf_add(text, source, n);
 }
 
+nb_status nbi_grammar_check_size(nbi_grammar_kind kind, size_t n, nb_error *err)
+{
+    if (n <= NBI_GRAMMAR_SOURCE_MAX) return NB_OK;
+    return nbi_fail(err, NB_TOO_LARGE, "%s has %zu bytes, more than %zu", nbi_grammar_noun(kind), n,
+                    NBI_GRAMMAR_SOURCE_MAX);
+}
+
 nb_status nbi_grammar_prepare(nbi_buf *text, const char **type, nbi_grammar_kind kind,
                               const char *source, size_t n, nb_error *err)
 {
     static const char any_object[] = "{\"type\":\"object\"}";
-    if (n > NBI_GRAMMAR_SOURCE_MAX)
-        return nbi_fail(err, NB_TOO_LARGE, "%s has %zu bytes, more than %zu",
-                        nbi_grammar_noun(kind), n, NBI_GRAMMAR_SOURCE_MAX);
+    NB_TRY(nbi_grammar_check_size(kind, n, err));
     switch (kind) {
     case NBI_GRAMMAR_JSON_OBJECT:
         *type = "json_schema";

@@ -1,5 +1,5 @@
 /* What a client sends as a grammar, checked and turned into what the library reads; and the
- * library's complaints turned into sentences. Caller: grammar.c. */
+ * library's complaints turned into sentences. Caller: grammar_compile.c. */
 #pragma once
 
 #include "base/mem.h"
@@ -8,6 +8,9 @@
 #ifdef __cplusplus
 extern "C" {
 #endif
+
+/* NB_TOO_LARGE for a source that is not looked at. */
+nb_status nbi_grammar_check_size(nbi_grammar_kind kind, size_t n, nb_error *err);
 
 /* Appends the library's text to *text (NUL behind it) and sets *type to its static name. Checks
  * sizes, JSON, UTF-8, and the keywords that the library takes but cannot keep. */

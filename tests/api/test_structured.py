@@ -12,6 +12,7 @@ import openai
 import pydantic
 import pytest
 from api_server import stream
+from test_guards import wait_log
 
 THINKING_OFF = {"chat_template_kwargs": {"enable_thinking": False}}
 HOT = {"temperature": 1.5, "top_p": 1.0}
@@ -474,7 +475,7 @@ def test_backend_flag(serve):
     refused(server, "--grammar-backend none")
     assert server.stop() == 0
     server = serve("--grammar-backend", "xgrammar")
-    assert "--grammar-backend xgrammar: llguidance" in server.log
+    wait_log(server, "--grammar-backend xgrammar: llguidance")
     assert server.stop() == 0
     server = serve("--grammar-backend", "llguidance")
     assert server.stop() == 0

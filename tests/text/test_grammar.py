@@ -306,7 +306,7 @@ def test_hostile_sources_are_bounded(walker, name):
     limited = Walker("/usr/bin/prlimit", "")
     limited.command = ["prlimit", "--rss=unlimited", f"--data={600 << 20}", "--", *walker.command]
     first, second = limited(requests)
-    assert first["compile_ms"] < 2500, first
+    assert first["compile_ms"] < 12000, first  # 2 s of a processor, which a busy machine takes up to 10 s to give
     assert second["status"] == 0 and second["text"] == "a"
     if first["status"] == 0:
         assert first["bad_ends"] == 0
