@@ -157,6 +157,8 @@ static void test_long_context(void **state)
     ix_make(&d, &(index_case){2, 4, 2, 64, NBI_BF16, true}, &n, rows, 1);
     const nbi_limits limits = ix_limits(&d);
     d.w[0] = d.w[1] = 1;
+    d.q[2] = 0.6f; /* not so small that any key would do */
+    d.q[3] = 0.8f;
     const float needle[] = {d.q[2], d.q[3]};
     uint16_t *k = (uint16_t *)d.kv.index_k + op_slot(&d.batch, 0, 14000) * 4;
     k[2] = nbi_f32_bf16(100 * needle[0]);
