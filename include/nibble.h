@@ -121,8 +121,10 @@ typedef struct nb_engine_options {
     uint32_t max_queued;    /* requests that may wait; one more is NB_BUSY; 0: 1024 */
     uint32_t decode_steps;  /* steps between two looks at the queue while answers are written; 0: 1
                              */
-    const char *schedule_policy; /* "fcfs" (default): first come, first served; "lpm": longest
-                                    cached prefix first */
+    const char *schedule_policy;  /* "fcfs" (default): first come, first served; "lpm": longest
+                                     cached prefix first */
+    const char *overlap_schedule; /* "auto": events of a step are written beside the next one where
+                                     the device works while the host goes on; "on", "off" */
     const char
         *speculative_algorithm; /* "none" (default), "mtp": draft with the checkpoint's MTP layer */
     uint32_t speculative_num_steps; /* drafts per step at most, 1 to 8; 0: 3 */

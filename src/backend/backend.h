@@ -307,11 +307,11 @@ typedef struct nbi_sample_out {
 } nbi_sample_out;
 
 typedef struct nbi_sample_args {
-    nbi_sample_out *out;        /* host [R] */
+    nbi_sample_out *out;        /* host [R]; written by the next `sync` at the latest */
     float *logits;              /* [R, V] float32, may be overwritten */
     const nbi_sample_row *rows; /* host [R] */
     uint32_t n_rows, vocab, n_valid;
-    int32_t *row_fault; /* host [R] guard per logit row, or NULL */
+    int32_t *row_fault; /* host [R] guard per logit row, or NULL; written as `out` */
     void *workspace;
 } nbi_sample_args;
 
@@ -351,6 +351,7 @@ typedef struct nbi_backend_ops {
     uint32_t version, size; /* 1, sizeof(nbi_backend_ops) */
     const char *name;       /* "cpu" */
     bool mla_expanded;      /* mla_attend knows the expanded form */
+    bool asynchronous;      /* calls return before the device has done them */
 
     nb_status (*open)(nbi_backend **out, const nbi_backend_options *opt, nb_error *err);
     void (*close)(nbi_backend **b);
@@ -383,7 +384,8 @@ typedef struct nbi_backend_ops {
      * will, and the caller goes to step_end without calling operators. */
     bool (*step_begin)(nbi_backend *b, const nbi_batch *host, uint32_t pass,
                        const nbi_batch **device);
-    /* Everything is done, and row_fault of the host batch is written. */
+    /* All of the step has been asked for; `sync` writes row_fault of the host batch, which has to
+     * stay until then. */
     nb_status (*step_end)(nbi_backend *b, nb_error *err);
 
     void (*embed)(nbi_backend *b, const nbi_embed_args *a);
@@ -402,7 +404,8 @@ typedef struct nbi_backend_ops {
     void (*gather)(nbi_backend *b, const nbi_gather_args *a);
     void (*add)(nbi_backend *b, const nbi_add_args *a);
     void (*sample)(nbi_backend *b, const nbi_sample_args *a);
-    /* Everything asked for is done and visible to the host. */
+    /* Everything asked for is done and visible to the host, what `sample` was to write and
+     * row_fault with it. */
     nb_status (*sync)(nbi_backend *b, nb_error *err);
     /* Bytes per second of plain reads over that memory of the device, several times the size of its
      * caches. NULL: memory is the host's. */

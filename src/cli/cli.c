@@ -11,6 +11,8 @@
 
 #include "base/clock.h"
 
+#define OPTIONS_MAX 128u /* of a command */
+
 /* ---- numbers */
 
 /* The factor of a suffix; 0 for an unknown one. */
@@ -146,7 +148,7 @@ static const nbi_opt *find_option(const nbi_opt *options, const char *text, cons
 
 /* One "--..." argument; *i moves over a value of its own. Returns -1 or an exit status. */
 static int take_option(const nbi_command *c, const nbi_opt *options, int argc, char **argv, int *i,
-                       bool seen[64])
+                       bool seen[OPTIONS_MAX])
 {
     const char *value;
     const nbi_opt *o = find_option(options, argv[*i] + 2, &value);
@@ -168,9 +170,9 @@ static int take_option(const nbi_command *c, const nbi_opt *options, int argc, c
 int nbi_cli_parse(const nbi_command *c, const nbi_opt *options, int argc, char **argv,
                   int *n_operands)
 {
-    bool seen[64] = {false}, only_operands = false;
+    bool seen[OPTIONS_MAX] = {false}, only_operands = false;
     int operands = 0;
-    for (size_t k = 0; options[k].name; k++) NB_ASSERT(k < 64);
+    for (size_t k = 0; options[k].name; k++) NB_ASSERT(k < OPTIONS_MAX);
     for (int i = 1; i < argc; i++) {
         if (!only_operands && (!strcmp(argv[i], "--help") || !strcmp(argv[i], "-h"))) {
             print_help(c, options);

@@ -46,6 +46,8 @@ int nbi_run_options_apply(nbi_run_options *o, const nbi_command *command)
         o->model = o->found;
     }
     o->engine.model_dir = o->model;
+    if (o->overlap) o->engine.overlap_schedule = "on";
+    if (o->no_overlap) o->engine.overlap_schedule = "off";
     return -1;
 }
 

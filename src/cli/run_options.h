@@ -9,9 +9,10 @@ extern "C" {
 
 typedef struct nbi_run_options {
     nb_engine_options engine;
-    const char *model;     /* --model */
-    char *found;           /* the embedded model's folder, when it is used */
-    const char *log_level; /* --log-level */
+    const char *model;        /* --model */
+    char *found;              /* the embedded model's folder, when it is used */
+    const char *log_level;    /* --log-level */
+    bool no_overlap, overlap; /* --disable-overlap-schedule, --async-scheduling */
 } nbi_run_options;
 
 /* Rows for an option table, in the spelling of SGLang and vLLM. `o` is an nbi_run_options *. */
@@ -120,6 +121,20 @@ typedef struct nbi_run_options {
          &(o)->engine.decode_steps,                                                                \
          "N",                                                                                      \
          "steps between two looks at the queue while answers are\nwritten (default 1)",            \
+         false},                                                                                   \
+        {"disable-overlap-schedule",                                                               \
+         NBI_OPT_FLAG,                                                                             \
+         &(o)->no_overlap,                                                                         \
+         NULL,                                                                                     \
+         "write what a step gave before the next one begins, not\nbeside it (a GPU works beside "  \
+         "the host, a CPU does not)",                                                              \
+         false},                                                                                   \
+        {"no-async-scheduling", NBI_OPT_FLAG, &(o)->no_overlap, NULL, "the same", false},          \
+        {"async-scheduling",                                                                       \
+         NBI_OPT_FLAG,                                                                             \
+         &(o)->overlap,                                                                            \
+         NULL,                                                                                     \
+         "do it beside the next step on any device",                                               \
          false},                                                                                   \
         {"schedule-policy",                                                                        \
          NBI_OPT_STRING,                                                                           \

@@ -99,7 +99,8 @@ static bool only_ends(const nb_request *r, const uint32_t *mask)
     return n_allowed == n_ends;
 }
 
-/* Row `row` at position p: are its logits wanted, and for what? Fills the sample row. */
+/* Row `row` at position p: are its logits wanted, and for what? Fills the sample row but for masks
+ * and bans. */
 static void add_logit_row(nbi_step_batch *b, nb_request *r, uint32_t row, uint32_t p)
 {
     bool last = p + 1 >= r->n_tokens; /* the newest token, or a draft behind it */
@@ -127,12 +128,6 @@ static void add_logit_row(nbi_step_batch *b, nb_request *r, uint32_t row, uint32
     }
     b->sample_rows[i].adjust = r->penalties.adjust;
     b->sample_rows[i].n_adjust = r->penalties.n;
-    const uint32_t *mask = r->masks ? nbi_request_mask(r, p + 1 - r->n_tokens) : NULL;
-    b->sample_rows[i].mask = mask;
-    if (p + 1 - r->n_prompt < s->min_tokens && !(mask && only_ends(r, mask))) {
-        b->sample_rows[i].banned = r->end_ids;
-        b->sample_rows[i].n_banned = r->n_end_ids;
-    }
 }
 
 void nbi_step_batch_add(nbi_step_batch *b, nb_request *r, uint32_t rows)
@@ -158,6 +153,23 @@ void nbi_step_batch_add(nbi_step_batch *b, nb_request *r, uint32_t rows)
     b->seq_logit[s + 1] = b->view.n_logit_rows;
     if ((uint32_t)b->seq_len[s] > b->view.max_len) b->view.max_len = (uint32_t)b->seq_len[s];
     r->rows = rows;
+}
+
+void nbi_step_batch_constrain(nbi_step_batch *b)
+{
+    for (uint32_t s = 0; s < b->view.n_seqs; s++) {
+        nb_request *r = b->seqs[s];
+        uint32_t drafts = 0; /* before the row */
+        for (uint32_t i = b->seq_logit[s]; i < b->seq_logit[s + 1]; i++) {
+            nbi_sample_row *row = &b->sample_rows[i];
+            if (row->forced) continue;
+            row->mask = r->masks ? nbi_request_mask(r, drafts++) : NULL;
+            if (row->counter >= r->sampling.min_tokens) continue;
+            if (row->mask && only_ends(r, row->mask)) continue;
+            row->banned = r->end_ids;
+            row->n_banned = r->n_end_ids;
+        }
+    }
 }
 
 int32_t nbi_step_batch_fault(const nbi_step_batch *b, uint32_t s)

@@ -301,7 +301,8 @@ bool nbi_beams_show(nb_engine *e, nb_request *r)
         r->n_cached = r->n_tokens - 1; /* one token at a time, as if it were decoded */
         if (!nbi_request_has_room(r, 1)) return false;
         answer_token(r, r->n_tokens - r->n_prompt, &out);
-        ended = nbi_request_put_token(e, r, &out);
+        (void)nbi_request_take_token(r, out.id);
+        ended = nbi_request_put_token(e, r, &out, r->n_tokens);
     }
     return true;
 }

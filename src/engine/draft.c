@@ -93,11 +93,13 @@ static nb_status run(nb_engine *e, bool from_draft, nb_error *err)
     nbi_step_batch *b = &e->drafting;
     float *logits;
     NB_TRY(nbi_model_draft(e->model, &e->kv, &b->view, from_draft, &logits, err));
-    if (b->view.n_logit_rows) NB_TRY(nbi_engine_sample(e, b, logits, err));
+    if (b->view.n_logit_rows) nbi_engine_sample(e, b, logits);
+    NB_TRY(nbi_engine_wait(e, err));
     b->seq_logit[b->view.n_seqs] = b->view.n_logit_rows;
     for (uint32_t s = 0; s < b->view.n_seqs; s++) {
         nb_request *r = b->seqs[s];
-        if (b->seq_logit[s + 1] > b->seq_logit[s]) add_draft(r, b->sample_out[b->seq_logit[s]].id);
+        if (r && b->seq_logit[s + 1] > b->seq_logit[s])
+            add_draft(r, b->sample_out[b->seq_logit[s]].id);
     }
     return NB_OK;
 }
@@ -129,6 +131,7 @@ static void add_continuing(nbi_step_batch *b, uint32_t j)
     clear(b);
     for (uint32_t s = 0; s < n; s++) { /* seqs[] is rewritten in place, never ahead of s */
         nb_request *r = b->seqs[s];
+        if (!r) continue; /* has ended meanwhile */
         uint32_t position = r->n_cached + j - 1;
         if (r->n_drafts != j || r->drafts_wanted <= j || position >= r->n_pages * NBI_PAGE_TOKENS)
             continue;

@@ -90,6 +90,7 @@ static nb_status copy_options(nb_engine *e, const nb_engine_options *o, nb_error
     e->options.dsa_prefill = keep_string(e, o->dsa_prefill, "auto");
     e->options.dsa_decode = keep_string(e, o->dsa_decode, "auto");
     e->options.mla_prefill = keep_string(e, o->mla_prefill, "auto");
+    e->options.overlap_schedule = keep_string(e, o->overlap_schedule, "auto");
     e->options.speculative_algorithm = keep_string(e, o->speculative_algorithm, "none");
     e->model_name = last_part(e, o->model_dir);
     if (!e->model_name || !e->options.kv_dtype)
@@ -142,9 +143,21 @@ static nb_status parse_drafting(nb_engine *e, nb_error *err)
     return NB_OK;
 }
 
+/* On a device that works while the host goes on, overlap gains the host's work of a step. Elsewhere
+ * the events only come a step later. */
+static nb_status parse_overlap(nb_engine *e, nb_error *err)
+{
+    const char *name = e->options.overlap_schedule;
+    e->overlaps = !strcmp(name, "on") || e->backend->ops->asynchronous;
+    if (!strcmp(name, "off")) e->overlaps = false;
+    if (!strcmp(name, "on") || !strcmp(name, "off") || !strcmp(name, "auto")) return NB_OK;
+    return nbi_fail(err, NB_INVALID, "overlap_schedule is \"%s\"; expected auto, on or off", name);
+}
+
 static nb_status open_model(nb_engine *e, nb_error *err)
 {
     NB_TRY(parse_drafting(e, err));
+    NB_TRY(parse_overlap(e, err));
     const nbi_attention_names attention = {.backend = e->options.attention,
                                            .prefill = e->options.prefill_attention,
                                            .decode = e->options.decode_attention,
@@ -278,6 +291,7 @@ nb_status nb_engine_open(nb_engine **out, const nb_engine_options *o, nb_error *
 /* Ends everything that runs or waits. The step must not be running. */
 static void end_all(nb_engine *e, nb_finish finish, const char *why)
 {
+    nbi_engine_hand_out(e);
     for (uint32_t i = 0; i < e->n_running; i++) {
         nbi_request_end(e->running[i], finish, why);
         nbi_meter_end(e, e->running[i]);
@@ -324,6 +338,7 @@ void nb_engine_close(nb_engine **engine)
     nbi_free(e->running);
     nbi_free(e->turns);
     nbi_free(e->checks);
+    nbi_free(e->owed);
     nbi_step_batch_destroy(&e->batch);
     nbi_step_batch_destroy(&e->drafting);
     nbi_prefix_deinit(&e->prefix);

@@ -107,6 +107,7 @@ struct nb_request {
     uint32_t n_masks; /* of them known; 0 after every token */
     uint32_t mask_words;
     uint32_t rows;       /* rows in the batch being run */
+    uint32_t n_owed;     /* its newest tokens, of which no event was written yet */
     nbi_decoder decoder; /* bytes -> whole characters */
     nbi_stop *stop;      /* holds back what may become a stop string */
 
@@ -145,6 +146,8 @@ typedef struct nbi_step_batch {
     uint32_t max_rows, max_seqs, max_logit_rows, page_stride;
 } nbi_step_batch;
 
+typedef struct nbi_owed nbi_owed; /* results.c */
+
 /* Clients are told apart by a hash into so many places; two that share one share its turns. */
 #define NBI_CLIENTS 1024u
 
@@ -175,7 +178,11 @@ struct nb_engine {
     bool has_cancelled;         /* somebody may have been cancelled while waiting; under `lock` */
     nbi_step_batch batch;
     nbi_step_batch drafting; /* the MTP layer's */
-    uint32_t n_draft_steps;  /* 0: no drafting */
+    bool overlaps;           /* results are handed out beside the next step or draft pass */
+    nbi_owed *owed;          /* [max_running], n_owed in use: committed, not handed out */
+    uint32_t n_owed;
+    nbi_sample_out *owed_out; /* behind owed[]; trades places with batch.sample_out */
+    uint32_t n_draft_steps;   /* 0: no drafting */
     uint32_t max_context, chunk_size, max_running, n_valid_ids, max_token_bytes;
     uint64_t workspace_bytes, tree_bytes, batch_bytes, available_bytes;
     const char *model_name;
@@ -229,6 +236,9 @@ void nbi_step_batch_clear(nbi_step_batch *batch);
 /* Adds `rows` rows of the request from its n_cached on; wants logits where its sampling asks for
  * them. */
 void nbi_step_batch_add(nbi_step_batch *batch, nb_request *r, uint32_t rows);
+/* Completes the sample rows with masks and banned ids. The forward pass does without: it may have
+ * been launched. */
+void nbi_step_batch_constrain(nbi_step_batch *batch);
 /* First guard code among the rows of sequence s or its logit rows, 0 when all are fine. */
 int32_t nbi_step_batch_fault(const nbi_step_batch *batch, uint32_t s);
 
@@ -236,8 +246,24 @@ int32_t nbi_step_batch_fault(const nbi_step_batch *batch, uint32_t s);
 nb_status nbi_engine_step_once(nb_engine *e, bool *worked, nb_error *err);
 /* Calls after_step when events were written. */
 void nbi_engine_after_step(nb_engine *e);
-/* Samples the batch's logit rows into sample_out. */
-nb_status nbi_engine_sample(nb_engine *e, nbi_step_batch *b, float *logits, nb_error *err);
+/* Launches the sampling of the batch's logit rows into sample_out. */
+void nbi_engine_sample(nb_engine *e, nbi_step_batch *b, float *logits);
+/* Waits for what was launched. With overlap it first does what the host has to do meanwhile:
+ * entries of `seqs` whose request ends there become NULL. */
+nb_status nbi_engine_wait(nb_engine *e, nb_error *err);
+
+/* ---- results.c: what a step's rows say. The step's */
+size_t nbi_owed_bytes(uint32_t max_running, uint32_t max_logit_rows);
+nb_status nbi_owed_create(nb_engine *e, uint32_t max_logit_rows, nb_error *err);
+/* Takes the results of e->batch, which has been waited for: what the next step builds on. */
+void nbi_engine_commit(nb_engine *e);
+/* Writes the events of what was committed; ends requests whose stop string came. */
+void nbi_engine_hand_out(nb_engine *e);
+/* Counts how a request ended, in stats. */
+void nbi_engine_count_end(nb_engine *e, const nb_request *r, nb_finish finish);
+/* Takes running[i] out: pages back, the engine's reference dropped. The event that ended it was
+ * written before. */
+void nbi_engine_retire(nb_engine *e, uint32_t i);
 
 /* ---- token_limits.c */
 bool nbi_token_limits_wanted(const nb_sampling *s);
@@ -296,8 +322,12 @@ bool nbi_request_is_half_free(const nb_request *r);
 void nbi_request_put_prompt(nb_request *r, uint32_t index, const nbi_sample_out *out);
 /* Copies an event without the places of `top` that are not in use. */
 void nbi_event_copy(nb_event *to, const nb_event *from);
-/* Appends the token to the sequence and writes its event. True when the request ended with it. */
-bool nbi_request_put_token(nb_engine *e, nb_request *r, const nbi_sample_out *out);
+/* Appends the token to the sequence. True when that ends the request, by its id or by length. */
+bool nbi_request_take_token(nb_request *r, int32_t id);
+/* Writes the event of a token taken before, the last of n_tokens. True when the request ended with
+ * it: as above, or by a stop string. */
+bool nbi_request_put_token(nb_engine *e, nb_request *r, const nbi_sample_out *out,
+                           uint32_t n_tokens);
 /* Ends a request without a token; `why` is the sentence for NB_FINISH_ERROR. */
 void nbi_request_end(nb_request *r, nb_finish finish, const char *why);
 /* An id that ends the answer. */

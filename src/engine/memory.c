@@ -162,6 +162,7 @@ static nb_status plan_memory(nb_engine *e, memory_plan *p, nbi_dtype kv_dtype, n
     p->workspace = nbi_model_workspace_bytes(e->model, rows, e->max_running, logits, limit);
     p->batches = nbi_step_batch_bytes(rows, e->max_running, logits, limit);
     if (e->n_draft_steps) p->batches *= 2;
+    p->batches += nbi_owed_bytes(e->max_running, logits);
     bool device = e->backend->memory_bytes > 0;
     p->requests = plan_requests(e, device ? nbi_memory_available() : p->available, limit);
     p->page = nbi_kv_page_bytes(c, kv_dtype);
@@ -238,6 +239,7 @@ nb_status nbi_engine_reserve(nb_engine *e, nbi_dtype kv_dtype, nb_error *err)
     if (e->n_draft_steps)
         NB_TRY(
             nbi_step_batch_create(&e->drafting, rows, e->max_running, logits, e->max_context, err));
+    NB_TRY(nbi_owed_create(e, logits, err));
     e->turns = nbi_calloc(NBI_CLIENTS, sizeof *e->turns);
     e->running = nbi_calloc(e->max_running, sizeof *e->running);
     if (!e->running || !e->turns) return nbi_fail(err, NB_NO_MEMORY, "engine: out of memory");

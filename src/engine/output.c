@@ -41,6 +41,7 @@ bool nbi_request_has_room(nb_request *r, uint32_t rows)
     bool decoding = r->n_tokens - r->n_cached == 1;
     uint32_t answers = decoding ? rows : 1;
     uint32_t prompts = r->sampling.prompt_logprobs && r->n_reported < r->n_prompt ? rows : 0;
+    answers += r->n_owed;
     pthread_mutex_lock(&r->lock);
     bool room = r->count + answers + prompts + 1 <= NBI_EVENTS_MAX; /* 1: the event that ends it */
     room = room && r->text_cap - text_span(r) >=
@@ -61,9 +62,9 @@ void nbi_event_copy(nb_event *to, const nb_event *from)
     memcpy(to, from, offsetof(nb_event, top) + from->n_top * sizeof *from->top);
 }
 
-/* Appends an event whose text (n_text bytes) was written at `place`, and tells the reader. Called
- * with the lock held. */
-static void push_event(nb_request *r, const nb_event *event, uint32_t place)
+/* Appends an event whose text (n_text bytes) was written at `place`, and tells the reader, now if
+ * it is `first`: somebody may measure the time to it. Called with the lock held. */
+static void push_event(nb_request *r, const nb_event *event, uint32_t place, bool first)
 {
     NB_ASSERT(r->count < NBI_EVENTS_MAX && !r->ended);
     nbi_event_slot *slot = &r->ring[(r->head + r->count) % NBI_EVENTS_MAX];
@@ -75,7 +76,6 @@ static void push_event(nb_request *r, const nb_event *event, uint32_t place)
     r->ended = event->finish != NB_FINISH_NONE;
     r->finish = event->finish;
     pthread_cond_signal(&r->readable);
-    bool first = r->n_tokens == r->n_prompt + 1; /* somebody may measure the time to it */
     bool enough = first || r->ended || r->count >= r->notify_events;
     if (enough) notify(r);
 }
@@ -106,7 +106,7 @@ void nbi_request_put_prompt(nb_request *r, uint32_t index, const nbi_sample_out 
     if (out) fill_logprobs(&event, r, out);
     pthread_mutex_lock(&r->lock);
     uint32_t place = text_place(r);
-    push_event(r, &event, place == UINT32_MAX ? r->text_end : place);
+    push_event(r, &event, place == UINT32_MAX ? r->text_end : place, false);
     pthread_mutex_unlock(&r->lock);
     r->n_reported = index + 1;
 }
@@ -143,10 +143,11 @@ static void push_stop(nb_request *r, nb_event *event, size_t n, char *out)
 
 /* Bytes -> whole characters -> what cannot become a stop string any more. Appends to event's text
  * at out. */
-static void add_text(nb_request *r, nb_event *event, const char *bytes, size_t n, char *out)
+static void add_text(nb_request *r, nb_event *event, const char *bytes, size_t n, bool may_stop,
+                     char *out)
 {
     size_t n_whole = nbi_decoder_push(&r->decoder, bytes, n, r->whole);
-    if (r->n_tokens - r->n_prompt < r->sampling.min_tokens) {
+    if (!may_stop) {
         memcpy(out + event->n_text, r->whole, n_whole);
         event->n_text += n_whole;
         return;
@@ -162,12 +163,14 @@ static void flush_text(nb_request *r, nb_event *event, char *out)
     if (event->matched_string < 0) event->n_text += nbi_stop_flush(r->stop, out + event->n_text);
 }
 
-static void write_text(nb_engine *e, nb_request *r, nb_event *event, char *out)
+/* The token is the last of n_tokens, prompt and answer. */
+static void write_text(nb_engine *e, nb_request *r, nb_event *event, uint32_t n_tokens, char *out)
 {
     size_t n;
     const char *bytes = token_text(e, r, event->id, &n);
     bool ends = nbi_request_is_end(r, event->id);
-    if (!ends || r->sampling.include_stop) add_text(r, event, bytes, n, out);
+    bool may_stop = n_tokens - r->n_prompt >= r->sampling.min_tokens;
+    if (!ends || r->sampling.include_stop) add_text(r, event, bytes, n, may_stop, out);
     if (event->matched_string >= 0) {
         event->finish = NB_FINISH_STOP;
         return;
@@ -175,28 +178,34 @@ static void write_text(nb_engine *e, nb_request *r, nb_event *event, char *out)
     if (ends) {
         event->finish = NB_FINISH_STOP;
         event->matched_id = event->id;
-    } else if (r->n_tokens == r->n_max) {
+    } else if (n_tokens == r->n_max) {
         event->finish = NB_FINISH_LENGTH;
     }
     if (event->finish != NB_FINISH_NONE) flush_text(r, event, out);
 }
 
-bool nbi_request_put_token(nb_engine *e, nb_request *r, const nbi_sample_out *out)
+bool nbi_request_take_token(nb_request *r, int32_t id)
 {
     NB_ASSERT(r->n_tokens < r->n_max);
-    nb_event event = {.id = out->id, .matched_id = -1, .matched_string = -1};
-    r->tokens[r->n_tokens++] = out->id;
-    nbi_penalties_add(&r->penalties, &r->sampling, out->id, true);
-    if (r->grammar.mask) r->grammar.accept(r->grammar.user, out->id);
-    nbi_token_limits_add(&r->limits, &r->sampling, out->id);
+    r->tokens[r->n_tokens++] = id;
+    nbi_penalties_add(&r->penalties, &r->sampling, id, true);
+    if (r->grammar.mask) r->grammar.accept(r->grammar.user, id);
+    nbi_token_limits_add(&r->limits, &r->sampling, id);
     r->n_masks = 0;
+    return r->n_tokens == r->n_max || nbi_request_is_end(r, id);
+}
+
+bool nbi_request_put_token(nb_engine *e, nb_request *r, const nbi_sample_out *out,
+                           uint32_t n_tokens)
+{
+    nb_event event = {.id = out->id, .matched_id = -1, .matched_string = -1};
     fill_logprobs(&event, r, out);
     nbi_meter_stamp(e, r);
     pthread_mutex_lock(&r->lock);
     uint32_t place = text_place(r);
     NB_ASSERT(place != UINT32_MAX); /* nbi_request_has_room() said so before the step */
-    write_text(e, r, &event, r->text_ring + place);
-    push_event(r, &event, place);
+    write_text(e, r, &event, n_tokens, r->text_ring + place);
+    push_event(r, &event, place, n_tokens == r->n_prompt + 1);
     pthread_mutex_unlock(&r->lock);
     return event.finish != NB_FINISH_NONE;
 }
@@ -207,7 +216,7 @@ void nbi_request_end(nb_request *r, nb_finish finish, const char *why)
     pthread_mutex_lock(&r->lock);
     if (!r->ended) {
         if (why) snprintf(r->error, sizeof r->error, "%s", why);
-        push_event(r, &event, r->text_end);
+        push_event(r, &event, r->text_end, false);
     }
     pthread_mutex_unlock(&r->lock);
 }

@@ -101,7 +101,8 @@ nb_request *nbi_queue_take_ended(nb_engine *e, uint64_t now_ns)
     for (nb_request **at = &e->waiting_head; *at;) {
         nb_request *r = *at;
         bool late = r->deadline_ns && r->deadline_ns <= now_ns;
-        if (!nbi_request_is_cancelled(r) && !late) {
+        if (r->n_owed) e->has_cancelled = true; /* perhaps: after it was handed out */
+        if ((!nbi_request_is_cancelled(r) && !late) || r->n_owed) {
             note_deadline(e, r);
             last = r;
             at = &r->next;

@@ -1,4 +1,9 @@
-/* One step: reap, admit, build the batch, run it, hand out tokens.
+/* One step: reap, admit, build the batch, launch it, wait for it, commit and hand out (results.c).
+ *
+ * With overlap (nbi_engine.overlaps) what a step decided is handed out, and the queue looked at for
+ * the step after it, between the launch of the next step or draft pass and the wait for it: behind
+ * the wait is left only what the next launch needs. Nothing is launched when
+ * nbi_engine_step_once() returns.
  *
  * Order is first come, first served; clients of one priority take turns (queue.c). Every running
  * request gets its decode row first; prompts share what is left of the token budget in order of
@@ -23,35 +28,6 @@ static uint32_t min_u32(uint32_t a, uint32_t b)
     return a < b ? a : b;
 }
 
-static void count_end(nb_engine *e, const nb_request *r, nb_finish finish)
-{
-    if (r->beams && r->beam) return; /* the first of a search counts */
-    pthread_mutex_lock(&e->lock);
-    if (finish == NB_FINISH_ERROR || finish == NB_FINISH_TIMEOUT) {
-        e->stats.requests_failed++;
-    } else if (finish == NB_FINISH_CANCELLED) {
-        e->stats.requests_cancelled++;
-    } else {
-        e->stats.requests_finished++;
-    }
-    pthread_mutex_unlock(&e->lock);
-}
-
-/* Takes running[i] out: pages back, the engine's reference dropped. The event that ended it was
- * written before. */
-static void retire(nb_engine *e, uint32_t i)
-{
-    nb_request *r = e->running[i];
-    nbi_meter_end(e, r);
-    nbi_request_drop_pages(e, r);
-    pthread_mutex_lock(&e->lock);
-    nbi_queue_turn(e, r)->running--;
-    pthread_mutex_unlock(&e->lock);
-    for (uint32_t j = i; j + 1 < e->n_running; j++) e->running[j] = e->running[j + 1];
-    e->n_running--;
-    nbi_request_unref(r);
-}
-
 static const char *where_is(const nb_request *r, bool runs)
 {
     if (!runs) return "in the queue";
@@ -66,7 +42,7 @@ static void end_early(nb_engine *e, nb_request *r, bool runs)
     snprintf(why, sizeof why, "the request's time was over %s, after %u tokens of the answer",
              where_is(r, runs), r->n_tokens - r->n_prompt);
     nbi_request_end(r, finish, finish == NB_FINISH_TIMEOUT ? why : NULL);
-    count_end(e, r, finish);
+    nbi_engine_count_end(e, r, finish);
 }
 
 /* The search of running[i], its first member, ends with all members. */
@@ -79,7 +55,7 @@ static void end_search(nb_engine *e, uint32_t i)
     g->state = NBI_BEAMS_SHOWING; /* from here on each for itself */
     for (uint32_t k = 0; k < width; k++) {
         end_early(e, e->running[i], true);
-        retire(e, i);
+        nbi_engine_retire(e, i);
     }
 }
 
@@ -90,11 +66,14 @@ static void reap_running(nb_engine *e, uint64_t now_ns)
         bool late = r->deadline_ns && r->deadline_ns <= now_ns;
         if (!late && !nbi_request_is_cancelled(r)) {
             i++;
+        } else if (r->n_owed) { /* comes before its end, and may be its end */
+            nbi_engine_hand_out(e);
+            i = 0;
         } else if (r->beams && r->beams->state == NBI_BEAMS_SEARCHING) {
             end_search(e, i); /* members are as late and as cancelled as the first */
         } else {
             end_early(e, r, true);
-            retire(e, i);
+            nbi_engine_retire(e, i);
         }
     }
 }
@@ -316,99 +295,7 @@ static void build(nb_engine *e)
     } while (lost_a_member(e));
 }
 
-/* ---------------------------------------------------------------- results */
-
-static nb_finish fail_numeric(nb_request *r, int32_t fault)
-{
-    char what[160], why[NB_ERROR_TEXT_MAX];
-    nbi_fault_text(fault, what, sizeof what);
-    snprintf(why, sizeof why, "numerics guard: %s at token %u of the request", what, r->n_cached);
-    nbi_log(NB_LOG_ERROR, "%s", why);
-    nbi_request_end(r, NB_FINISH_ERROR, why);
-    return NB_FINISH_ERROR;
-}
-
-static void count_drafts(nb_engine *e, const nb_request *r, uint32_t drafted, uint32_t accepted)
-{
-    if (!drafted || r->count_as == NB_COUNT_NONE) return;
-    pthread_mutex_lock(&e->lock);
-    e->stats.draft_steps++;
-    e->stats.draft_tokens += drafted;
-    e->stats.draft_accepted += accepted;
-    for (uint32_t i = 0; i < accepted; i++) e->stats.draft_accepted_at[i]++;
-    pthread_mutex_unlock(&e->lock);
-}
-
-/* Hands the logit rows of sequence s out, in order. Returns how it ended, NB_FINISH_NONE when it
- * goes on. */
-static nb_finish deliver(nb_engine *e, uint32_t s)
-{
-    nbi_step_batch *b = &e->batch;
-    nb_request *r = b->seqs[s];
-    int32_t fault = nbi_step_batch_fault(b, s);
-    if (fault) return fail_numeric(r, fault);
-    if (r->sampling.prompt_logprobs && !r->n_reported) nbi_request_put_prompt(r, 0, NULL);
-    uint32_t confirmed = min_u32(r->rows, r->n_tokens - r->n_cached), drafts = 0;
-    r->n_cached += confirmed;
-    nbi_request_share_pages(e, r); /* also of a request that ends with this step */
-    for (uint32_t i = b->seq_logit[s]; i < b->seq_logit[s + 1]; i++) {
-        const nbi_sample_out *out = &b->sample_out[i];
-        if (b->sample_rows[i].forced) {
-            nbi_request_put_prompt(r, r->n_reported, out);
-            continue;
-        }
-        bool ended = nbi_request_put_token(e, r, out);
-        bool right = drafts < r->rows - confirmed && out->id == r->drafts[drafts];
-        drafts += right; /* the draft is the token: its row is the token's row */
-        if (ended) count_drafts(e, r, r->rows - confirmed, drafts);
-        if (ended) return NB_FINISH_STOP;
-        if (!right) break;
-        r->n_cached++;
-    }
-    count_drafts(e, r, r->rows - confirmed, drafts);
-    r->n_drafts = 0;
-    nbi_request_share_pages(e, r);
-    return NB_FINISH_NONE;
-}
-
-static uint32_t index_of(const nb_engine *e, const nb_request *r)
-{
-    uint32_t i = 0;
-    while (e->running[i] != r) i++;
-    return i;
-}
-
-static void deliver_all(nb_engine *e)
-{
-    nbi_step_batch *b = &e->batch;
-    uint64_t prompt = 0, generated = 0;
-    e->now_ns = nbi_now_ns();
-    for (uint32_t s = 0; s < b->view.n_seqs; s++) {
-        nb_request *r = b->seqs[s];
-        uint32_t tokens = r->n_tokens, cached = r->n_cached;
-        if (r->beams) {
-            if (r->count_as != NB_COUNT_NONE)
-                prompt += min_u32(cached + r->rows, r->n_prompt) - min_u32(cached, r->n_prompt);
-            generated += nbi_beams_deliver(e, b, s);
-            continue;
-        }
-        nb_finish finish = deliver(e, s);
-        uint32_t n = r->n_tokens - tokens;
-        if (n) nbi_meter_tokens(e, r, n);
-        generated += r->count_as == NB_COUNT_ALL ? n : 0;
-        if (r->count_as != NB_COUNT_NONE)
-            prompt += min_u32(r->n_cached, r->n_prompt) - min_u32(cached, r->n_prompt);
-        if (finish == NB_FINISH_NONE) continue;
-        count_end(e, r, finish);
-        retire(e, index_of(e, r));
-        b->seqs[s] = NULL;
-    }
-    pthread_mutex_lock(&e->lock);
-    e->stats.n_steps++;
-    e->stats.prompt_tokens += prompt;
-    e->stats.generated_tokens += generated;
-    pthread_mutex_unlock(&e->lock);
-}
+/* ---------------------------------------------------------------- step */
 
 /* Answers of searches that are over go out as far as their readers take them. */
 static void show_beams(nb_engine *e)
@@ -419,8 +306,8 @@ static void show_beams(nb_engine *e)
             i++;
             continue;
         }
-        count_end(e, r, r->finish);
-        retire(e, i);
+        nbi_engine_count_end(e, r, r->finish);
+        nbi_engine_retire(e, i);
     }
 }
 
@@ -434,7 +321,7 @@ static void publish(nb_engine *e)
     pthread_mutex_unlock(&e->lock);
 }
 
-nb_status nbi_engine_sample(nb_engine *e, nbi_step_batch *b, float *logits, nb_error *err)
+void nbi_engine_sample(nb_engine *e, nbi_step_batch *b, float *logits)
 {
     e->backend->ops->sample(e->backend,
                             &(nbi_sample_args){.out = b->sample_out,
@@ -444,6 +331,22 @@ nb_status nbi_engine_sample(nb_engine *e, nbi_step_batch *b, float *logits, nb_e
                                                .vocab = nbi_model_config(e->model)->vocab,
                                                .n_valid = e->n_valid_ids,
                                                .row_fault = b->logit_fault});
+}
+
+/* Readers hear of the tokens of the last step. */
+static void tell_readers(nb_engine *e)
+{
+    nbi_engine_hand_out(e);
+    publish(e);
+    nbi_heap_allow();
+    nbi_engine_after_step(e);
+    nbi_heap_forbid();
+}
+
+nb_status nbi_engine_wait(nb_engine *e, nb_error *err)
+{
+    if (e->overlaps && e->n_owed) tell_readers(e);
+    if (e->overlaps && e->decode_steps == 1) admit(e);
     return e->backend->ops->sync(e->backend, err);
 }
 
@@ -452,12 +355,11 @@ static nb_status run(nb_engine *e, nb_error *err)
     nbi_step_batch *b = &e->batch;
     float *logits;
     NB_TRY(nbi_model_forward(e->model, &e->kv, &b->view, &logits, err));
-    if (b->view.n_logit_rows) NB_TRY(nbi_engine_sample(e, b, logits, err));
-    deliver_all(e);
-    publish(e);
-    nbi_heap_allow();
-    nbi_engine_after_step(e);
-    nbi_heap_forbid();
+    nbi_step_batch_constrain(b);
+    if (b->view.n_logit_rows) nbi_engine_sample(e, b, logits);
+    NB_TRY(nbi_engine_wait(e, err));
+    nbi_engine_commit(e);
+    if (!e->overlaps) tell_readers(e);
     return e->n_draft_steps ? nbi_engine_draft(e, err) : NB_OK;
 }
 
@@ -484,10 +386,14 @@ nb_status nbi_engine_step_once(nb_engine *e, bool *worked, nb_error *err)
     form_batch(e);
     nb_status st = NB_OK;
     uint64_t begin_ns = nbi_now_ns();
-    if (e->batch.view.n_rows) st = run(e, err);
-    if (e->batch.view.n_rows) nbi_meter_step(e, begin_ns, e->batch.view.n_rows);
+    *worked = e->batch.view.n_rows || e->n_owed;
+    if (e->batch.view.n_rows) {
+        st = run(e, err);
+        nbi_meter_step(e, begin_ns, e->batch.view.n_rows);
+    } else if (e->n_owed) {
+        tell_readers(e);
+    }
     nbi_heap_allow();
-    *worked = e->batch.view.n_rows > 0;
     publish(e);
     nbi_engine_after_step(e); /* readers that are behind were told so */
     return st;

@@ -47,6 +47,7 @@ static nb_status run_chunk(nbi_model *model, nbi_kv *kv, arrays *a, const int32_
                        .logit_rows = a->logit_rows,
                        .row_fault = a->row_fault};
     NB_TRY(nbi_model_forward(model, kv, &batch, logits, err));
+    NB_TRY(nbi_model_sync(model, err));
     for (uint32_t i = 0; i < rows; i++) {
         char what[160];
         if (!a->row_fault[i]) continue;

@@ -450,6 +450,11 @@ nb_status nbi_model_forward(nbi_model *m, nbi_kv *kv, const nbi_batch *batch, fl
     return m->b->ops->step_end(m->b, err);
 }
 
+nb_status nbi_model_sync(nbi_model *m, nb_error *err)
+{
+    return m->b->ops->sync(m->b, err);
+}
+
 void nbi_model_read_logits(const nbi_model *m, float *out, const float *logits, uint32_t n)
 {
     m->b->ops->download(m->b, out, logits, (size_t)n * m->config.vocab * sizeof *out);

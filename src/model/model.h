@@ -75,10 +75,14 @@ size_t nbi_model_workspace_bytes(const nbi_model *model, uint32_t max_rows, uint
 nb_status nbi_model_reserve(nbi_model *model, uint32_t max_rows, uint32_t max_seqs,
                             uint32_t max_logit_rows, uint32_t max_context, nb_error *err);
 
-/* Runs the batch, appends to the cache, leaves logits [R, V] float32 in *logits (device memory of
- * the model, valid until the next call). */
+/* Asks for a run of the batch, which appends to the cache and leaves logits [R, V] float32 in
+ * *logits (device memory of the model, valid until the next call). The backend's `sync` waits for
+ * it and writes row_fault: the batch's arrays stay until then. */
 nb_status nbi_model_forward(nbi_model *model, nbi_kv *kv, const nbi_batch *batch, float **logits,
                             nb_error *err);
+
+/* Waits for all that was asked for. */
+nb_status nbi_model_sync(nbi_model *model, nb_error *err);
 
 /* ---- timing (backend/timing.h). A timer of the model's backend and experts; destroyed by
  * nbi_timing_destroy(), before the backend is closed. */

@@ -142,10 +142,10 @@ static void close_all(bench *b)
 static nb_status forward(bench *b, const nbi_batch *batch, bool decode, nb_error *err)
 {
     float *logits = NULL;
-    if (!b->timed) return nbi_model_forward(b->model, &b->kv, batch, &logits, err);
-    nbi_model_time_begin(b->model, b->timing);
-    const nb_status st = nbi_model_forward(b->model, &b->kv, batch, &logits, err);
-    nbi_model_time_end(b->model, b->timing, batch->n_rows, decode);
+    if (b->timed) nbi_model_time_begin(b->model, b->timing);
+    nb_status st = nbi_model_forward(b->model, &b->kv, batch, &logits, err);
+    if (st == NB_OK) st = nbi_model_sync(b->model, err);
+    if (b->timed) nbi_model_time_end(b->model, b->timing, batch->n_rows, decode);
     return st;
 }
 

@@ -365,6 +365,7 @@ static void bad_options_name_themselves(void **state)
     REFUSED("memory_fraction", o.memory_fraction = 1.5);
     REFUSED("memory_fraction", o.memory_fraction = -1);
     REFUSED("max_queued", o.max_queued = 2000000);
+    REFUSED("overlap_schedule", o.overlap_schedule = "maybe");
     REFUSED("decode_steps", o.decode_steps = 5000);
     REFUSED("--max-total-tokens", (o.memory_bytes = 100u << 20, o.kv_tokens = 1u << 30));
     REFUSED("--mem-fraction-static", o.memory_fraction = 1e-9);
