@@ -14,7 +14,7 @@ from playwright.sync_api import expect, sync_playwright
 from server_fixtures import model_dir, sanitized, serve
 
 CHROMIUM = shutil.which("chromium") or "/usr/bin/chromium"
-expect.set_options(timeout=20_000)
+expect.set_options(timeout=60_000)
 
 
 # Of the package: Playwright's event loop would be in the way of asynchronous tests behind these.

@@ -121,7 +121,7 @@ def test_names(tab):
     assert one.page.evaluate("""() => {
         const named = (node) => node.getAttribute("aria-label") || node.labels?.[0]?.textContent.trim() ||
                                 (node.matches("button, a, summary") && node.textContent.trim());
-        const nameless = [...document.querySelectorAll("button, a, summary, input, select, textarea")].filter((node) => !named(node));
+        const nameless = [...document.querySelectorAll("button, a, summary, input, select, textarea")].filter((node) => !node.closest("[hidden]") && !named(node));
         const ids = [...document.querySelectorAll("[id]")].map((node) => node.id);
         const lost = [...document.querySelectorAll("[aria-labelledby], label[for]")]
             .filter((node) => !document.getElementById(node.getAttribute("aria-labelledby") || node.htmlFor));

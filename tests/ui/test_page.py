@@ -32,7 +32,7 @@ def test_chat(tab, server, shots):
     one.set(temperature=0)
     answer = one.ask("What is 17+25?")
     message = post(server, {"messages": [{"role": "user", "content": "What is 17+25?"}], "temperature": 0})["message"]
-    expect(answer.locator("> p").first).to_have_text(message["content"].strip())
+    expect(answer.locator(".body")).to_have_text(message["content"].strip())
     reasoning = answer.locator("details.reasoning")
     expect(reasoning.locator("p")).to_be_hidden()
     reasoning.locator("summary").click()
@@ -47,13 +47,19 @@ def test_chat(tab, server, shots):
 
 
 def test_streams(tab):
-    """The first words are there while the server still writes; the button is the one that stops."""
+    """The first words are there while the server still writes, what is selected and focused stays so; the button is the one that stops."""
     one = tab().open()
     one.change_body(**LONG)
     answer = one.ask("Tell me a story.", wait="Answering")
     expect(answer).to_have_attribute("aria-busy", "true")
-    early = answer.inner_text()
-    expect(answer).not_to_have_text(early)
+    answer.locator("summary").focus()
+    body = answer.locator(".body p")
+    expect(body).to_contain_text(" ")
+    body.evaluate("(node) => getSelection().setBaseAndExtent(node.firstChild, 0, node.firstChild, 3)")
+    early = body.inner_text()
+    expect(body).not_to_have_text(early)
+    assert one.page.evaluate("getSelection().toString()") == early[:3]
+    expect(answer.locator("summary")).to_be_focused()
     expect(one.page.locator("#send")).to_be_hidden()
     one.page.locator("#stop").click()
     expect(one.page.locator("#chat-state")).to_have_text("Stopped")
@@ -262,7 +268,7 @@ def test_hostile_stream(tab):
     bodies = iter([stream + end, stream + "data: " + json.dumps({"error": {"message": HOSTILE}}) + "\n\n"])
     one.page.route("**/v1/chat/completions", lambda route: route.fulfill(content_type="text/event-stream", body=next(bodies)))
     answer = one.ask("x")
-    expect(answer.locator(".call code").first).to_contain_text("<script>window.hit=2</script>")
+    expect(answer.locator(".call code")).to_contain_text("<script>window.hit=2</script>")
     answer.locator("summary").click()
     expect(answer.locator("details p")).to_contain_text("<img src=x")
     harmless(one)

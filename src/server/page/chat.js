@@ -16,19 +16,22 @@ export function setModel(name) {
 
 // ---------------------------------------------------------------- showing
 
-// Text with code blocks between lines of ```; everything else as it is.
-function paragraphs(text) {
-  return text.split(/^```/m).map((part, i) => {
-    if (i % 2 === 0) return part.trim() ? el("p", {}, part.trim()) : null;
-    const cut = part.indexOf("\n");
-    return el("pre", {}, el("code", {}, cut < 0 ? "" : part.slice(cut + 1).trimEnd()));
-  });
+// Text grows where it stands: who has selected some of it keeps that, and the focus stays where it is.
+function setText(node, text) {
+  const old = node.firstChild;
+  if (old && text.startsWith(old.data)) old.appendData(text.slice(old.data.length));
+  else node.textContent = text;
 }
 
-function showReasoning(message, open) {
-  if (!message.reasoning) return null;
-  const title = message.streaming && !message.content && !message.calls.length ? "Thinking …" : "Thinking";
-  return el("details", { class: "reasoning", open }, el("summary", {}, title), el("p", {}, message.reasoning.trim()));
+// Text with code blocks between lines of ```; everything else as it is.
+function setBody(node, text) {
+  const parts = text.split(/^```/m).map((part, i) => (i % 2 ? ["PRE", part.slice(part.indexOf("\n") + 1).trimEnd()] : ["P", part.trim()]));
+  const shown = parts.filter(([tag, part]) => tag === "PRE" || part);
+  shown.forEach(([tag, part], i) => {
+    if (node.children[i]?.tagName !== tag) node.replaceChildren(...[...node.children].slice(0, i), el(tag));
+    setText(node.children[i], part);
+  });
+  while (node.children.length > shown.length) node.lastChild.remove();
 }
 
 function pretty(text) {
@@ -40,32 +43,37 @@ function pretty(text) {
 }
 
 function showCall(call) {
-  return el("div", { class: "call" }, el("p", {}, "Calls ", el("code", {}, call.name)), el("pre", {}, el("code", {}, pretty(call.arguments))));
+  return el("div", { class: "call" }, el("p", {}, "Calls ", el("code", {}, call.name)), el("pre", {}, pretty(call.arguments)));
 }
 
+// Makes the node of a message; refresh() fills it.
 function show(message) {
   const who = { user: "You", assistant: "Answer", tool: "Result of the call" }[message.role];
-  const node = el("article", { class: message.role, "aria-label": who, "aria-busy": message.streaming ? "true" : null });
-  message.node?.replaceWith(node);
-  message.node = node;
+  const parts = {
+    reasoning: el("details", { class: "reasoning" }, el("summary"), el("p")),
+    body: el("div", { class: "body" }),
+    calls: el("div", { class: "calls" }),
+    error: el("p", { class: "error", role: "alert" }),
+    note: el("p", { class: "note" }),
+  };
+  message.node = el("article", { class: message.role, "aria-label": who }, ...Object.values(parts));
+  message.parts = parts;
   refresh(message);
-  return node;
+  return message.node;
 }
 
-// Draws a message anew. What is folded open stays open.
 function refresh(message) {
-  const open = message.node.querySelector("details")?.open;
-  const waits = message.streaming && !message.reasoning && !message.content && !message.calls.length;
-  message.node.replaceChildren(
-    ...[
-      showReasoning(message, open),
-      ...paragraphs(message.content),
-      ...(message.calls || []).map(showCall),
-      waits ? el("p", { class: "soft" }, "…") : null,
-      message.error ? el("p", { class: "error", role: "alert" }, message.error) : null,
-      message.note ? el("p", { class: "note" }, message.note) : null,
-    ].filter((child) => child),
-  );
+  const { reasoning, body, calls, error, note } = message.parts;
+  const thinks = message.streaming && !message.content && !message.calls.length;
+  message.node.setAttribute("aria-busy", Boolean(message.streaming));
+  if (message.reasoning) setText(reasoning.firstChild, thinks ? "Thinking …" : "Thinking");
+  setText(reasoning.lastChild, (message.reasoning || "").trim());
+  setBody(body, message.content);
+  calls.replaceChildren(...(message.calls || []).map(showCall));
+  setText(error, message.error || "");
+  setText(note, message.note || (thinks && !message.reasoning ? "…" : ""));
+  reasoning.hidden = !message.reasoning;
+  for (const part of [body, calls, error, note]) part.hidden = !part.firstChild?.textContent;
 }
 
 function follow(change) {
@@ -223,7 +231,7 @@ async function answer() {
   message.streaming = false;
   running = null;
   follow(() => {
-    show(message);
+    refresh(message);
     update();
   });
   save();
@@ -279,7 +287,7 @@ export function newChat() {
 // ---------------------------------------------------------------- start
 
 function save() {
-  const kept = messages.map(({ node, streaming, ...message }) => (streaming ? { ...message, note: "stopped" } : message));
+  const kept = messages.map(({ node, parts, streaming, ...message }) => (streaming ? { ...message, note: "stopped" } : message));
   remember("nibble-chat", messages.length ? JSON.stringify(kept) : null);
 }
 
