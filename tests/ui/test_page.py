@@ -175,6 +175,35 @@ def test_charts_under_load(tab, server, shots):
     expect(requests.locator("dd.line0")).to_have_text("0")
 
 
+def test_floor(tab, server):
+    """Gauge and bars have what /metrics says of the floor: shares of steps in between, the floor of each component."""
+    one = tab()
+    looks = []
+
+    def metrics(route):
+        n = len(looks)
+        looks.append(n)
+        lines = ["decode_share_of_floor 0.42", "achieved_bandwidth_bytes_per_second 1.68e10", "read_bandwidth_bytes_per_second 4e10", f"timed_steps_total {10 * n}"]
+        for name, ms, share in (("routed experts", 3, 0.5), ("attention", 1, 0.25)):
+            lines += [f'step_component_seconds_total{{component="{name}"}} {5 + 10 * n * ms / 1000}',
+                      f'step_component_bytes_total{{component="{name}"}} {7 + 10 * n * ms / 1000 * share * 4e10}']
+        ours = re.compile("^nibble:(decode_share|achieved_band|read_band|timed_steps|step_component)")
+        real = [line for line in server.get("/metrics").text.splitlines() if not ours.match(line)]
+        route.fulfill(body="\n".join(real + ["nibble:" + line for line in lines]) + "\n")
+
+    one.page.route("**/metrics", metrics)
+    one.open("/#live")
+    gauge, parts = one.page.locator("figure.gauge"), one.page.locator("figure.whole")
+    expect(gauge.locator(".big")).to_have_text("42 %")
+    expect(gauge).to_contain_text("16.8 GB/s of the 40 GB/s")
+    expect(gauge.get_by_role("img")).to_have_attribute("aria-label", "Share of the floor: 42 %")
+    expect(gauge.locator("path.value")).to_have_attribute("stroke-dasharray", "42 200")
+    expect(parts.locator("li .name")).to_have_text(["routed experts", "attention"])
+    expect(parts.locator("li .amount")).to_have_text(["3 ms, 75 %", "1 ms, 25 %"])
+    widths = parts.locator("li .full").evaluate_all("(nodes) => nodes.map((node) => parseFloat(node.style.width))")
+    assert widths == [pytest.approx(50), pytest.approx(25)]
+
+
 def test_percentiles(tab):
     """Of the differences of two histograms, linear within a bucket; null where nothing came, the last bound where there is none above."""
     one = tab().open()

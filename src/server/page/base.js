@@ -49,8 +49,8 @@ export function bytes(value) {
   return `${number(value)} ${units[unit]}`;
 }
 
-export function percent(share) {
-  return share == null ? "–" : `${number(100 * share)} %`;
+export function percent(share, digits) {
+  return share == null ? "–" : `${number(100 * share, digits)} %`;
 }
 
 // ---------------------------------------------------------------- what the tab remembers

@@ -67,29 +67,36 @@ function key(i) {
   return svg("svg", { class: "key", viewBox: "0 0 18 6", "aria-hidden": "true" }, svg("path", { class: `line${i}`, d: "M0 3h18" }));
 }
 
-// Half a circle from 0 to 1; null is "not measured".
+// Half a circle from 0 to 1; null: nothing to show.
 export class Gauge {
   constructor(title, about) {
+    this.title = title;
+    this.about = about;
     this.value = svg("path", { class: "value", d: "M10 60a50 50 0 0 1 100 0", pathLength: "100", "stroke-dasharray": "0 200" });
     this.text = el("p", { class: "big" }, "not measured");
+    this.note = el("p", { class: "soft" }, about);
     this.picture = svg("svg", { viewBox: "0 0 120 66", role: "img", "aria-label": title }, svg("path", { class: "rest", d: "M10 60a50 50 0 0 1 100 0" }), this.value);
-    this.title = title;
-    this.node = el("figure", { class: "card gauge" }, el("figcaption", {}, title), this.picture, this.text, el("p", { class: "soft" }, about));
+    this.node = el("figure", { class: "card gauge" }, el("figcaption", {}, title), this.picture, this.text, this.note);
   }
 
-  draw(share, text) {
-    const there = share != null;
-    this.text.textContent = there ? text : "not measured";
-    this.value.setAttribute("stroke-dasharray", `${there ? 100 * Math.min(share, 1) : 0} 200`);
-    this.picture.setAttribute("aria-label", `${this.title}: ${this.text.textContent}`);
+  draw(share, text, note) {
+    this.text.textContent = text;
+    this.note.textContent = note || this.about;
+    this.value.setAttribute("stroke-dasharray", `${100 * Math.min(share ?? 0, 1)} 200`);
+    this.picture.setAttribute("aria-label", `${this.title}: ${text}`);
   }
 }
 
-// rows: {name, text, share of the longest}. One line each.
+function width(share) {
+  return `${Math.max(0, Math.min(1, share)) * 100}%`;
+}
+
+// rows: {name, text, share: of the longest, part: of the bar in full colour (all of it when absent)}.
 export function bars(rows) {
-  return el("ul", { class: "bars" }, ...rows.map(({ name, text, share }) => {
-    const bar = el("span", { class: "bar", "aria-hidden": "true" });
-    bar.style.width = `${Math.max(0, Math.min(1, share)) * 100}%`;
-    return el("li", {}, el("span", { class: "name" }, name), el("span", { class: "track" }, bar), el("span", { class: "amount" }, text));
+  return el("ul", { class: "bars" }, ...rows.map(({ name, text, share, part = 1 }) => {
+    const full = el("span", { class: "full" }), bar = el("span", { class: "bar" }, full);
+    bar.style.width = width(share);
+    full.style.width = width(part);
+    return el("li", {}, el("span", { class: "name" }, name), el("span", { class: "track", "aria-hidden": "true" }, bar), el("span", { class: "amount" }, text));
   }));
 }

@@ -1,6 +1,6 @@
 // Live charts from /metrics, asked for once a second while the page is seen. Percentiles are of what histograms counted lately.
 
-import { api, el, find, number, percent, seconds } from "./base.js";
+import { api, bytes, el, find, number, percent, seconds } from "./base.js";
 import { bars, Gauge, LineChart } from "./charts.js";
 
 const EVERY_MS = 1000;
@@ -34,6 +34,10 @@ function buckets(all, name) {
   return (all.get(`${name}_bucket`) || []).map(({ labels, value }) => ({ le: labels.le === "+Inf" ? Infinity : Number(labels.le), n: value }));
 }
 
+function components(all, name) {
+  return new Map((all.get(name) || []).map(({ labels, value }) => [labels.component, value]));
+}
+
 function sampleOf(all) {
   const mode = (name) => (all.get("realtime_tokens_total") || []).find(({ labels }) => labels.mode === name)?.value ?? 0;
   return {
@@ -47,7 +51,11 @@ function sampleOf(all) {
     ttft: buckets(all, "time_to_first_token_seconds"),
     token: buckets(all, "inter_token_latency_seconds"),
     floor: one(all, "decode_share_of_floor"),
-    parts: new Map((all.get("step_component_seconds_total") || []).map(({ labels, value }) => [labels.component, value])),
+    reads: one(all, "achieved_bandwidth_bytes_per_second"),
+    memory: one(all, "read_bandwidth_bytes_per_second"),
+    timed: one(all, "timed_steps_total"),
+    seconds: components(all, "step_component_seconds_total"),
+    bytes: components(all, "step_component_bytes_total"),
   };
 }
 
@@ -84,20 +92,34 @@ function quantiles(what, q) {
   return samples.map((sample) => quantile(beginOf(sample)[what], sample[what], q));
 }
 
-// Seconds of each component since the window began, the largest first.
-function components() {
-  const after = samples.at(-1), before = beginOf(after);
-  const rows = [...after.parts].map(([name, value]) => ({ name, value: value - (before.parts.get(name) ?? 0) }));
-  return rows.filter(({ value }) => value > 0).sort((a, b) => b.value - a.value);
+// Of the steps that were timed while the charts look back: how many, and of each component its seconds and the least that its bytes
+// take, the longest first.
+function timedSteps() {
+  const before = samples[0], after = samples.at(-1);
+  const grown = (what, name) => (after[what].get(name) ?? 0) - (before[what].get(name) ?? 0);
+  const rows = [...after.seconds.keys()].map((name) => ({ name, time: grown("seconds", name), floor: after.memory ? grown("bytes", name) / after.memory : 0 }));
+  return { steps: after.timed - before.timed, rows: rows.filter(({ time }) => time > 0).sort((a, b) => b.time - a.time) };
 }
 
 // ---------------------------------------------------------------- drawing
 
 function drawComponents() {
-  const rows = components(), sum = rows.reduce((all, { value }) => all + value, 0);
-  const nothing = samples.at(-1).parts.size ? "no steps lately" : "not measured";
-  const shown = rows.map(({ name, value }) => ({ name: name.replaceAll("_", " "), text: percent(value / sum), share: value / rows[0].value }));
-  charts.parts.replaceChildren(rows.length ? bars(shown) : el("p", { class: "big" }, nothing));
+  const { steps, rows } = timedSteps();
+  if (!rows.length) {
+    charts.parts.replaceChildren(el("p", { class: "big" }, samples.at(-1).seconds.size ? "no steps lately" : "not measured"));
+    return;
+  }
+  const sum = rows.reduce((all, { time }) => all + time, 0);
+  const shown = rows.map(({ name, time, floor }) => ({
+    name, text: `${seconds(time / steps)}, ${percent(time / sum, 2)}`, share: time / rows[0].time, part: floor / time,
+  }));
+  charts.parts.replaceChildren(bars(shown), el("p", { class: "soft" }, `Mean of ${number(steps)} timed steps; the full colour is the floor, what reading the bytes takes.`));
+}
+
+function drawFloor({ floor, reads, memory }) {
+  if (floor == null || !memory) charts.floor.draw(null, "not measured");
+  else if (!floor) charts.floor.draw(null, "no steps lately");
+  else charts.floor.draw(floor, percent(floor), `${bytes(reads)}/s of the ${bytes(memory)}/s that the memory gives`);
 }
 
 function draw() {
@@ -107,8 +129,7 @@ function draw() {
   charts.kv.draw([over("used"), over("cached")], times);
   charts.ttft.draw([quantiles("ttft", 0.5), quantiles("ttft", 0.95)], times);
   charts.token.draw([quantiles("token", 0.5), quantiles("token", 0.95), quantiles("token", 0.99)], times);
-  const floor = samples.at(-1).floor;
-  charts.floor.draw(floor, percent(floor));
+  drawFloor(samples.at(-1));
   drawComponents();
 }
 
@@ -118,9 +139,9 @@ function make() {
   charts.kv = new LineChart("KV cache", { lines: ["in use", "kept for prefixes"], format: percent, max: 1, span: SPAN });
   charts.ttft = new LineChart("Time to first token", { lines: ["p50", "p95"], format: seconds, span: SPAN });
   charts.token = new LineChart("Between tokens", { lines: ["p50", "p95", "p99"], format: seconds, span: SPAN });
-  charts.floor = new Gauge("Share of the floor", "What the memory's bandwidth allows for a decode step, over what it took.");
+  charts.floor = new Gauge("Share of the floor", "what decode steps read, over what the memory gives");
   charts.parts = el("div", {}, el("p", { class: "big" }, "not measured"));
-  const parts = el("figure", { class: "card whole" }, el("figcaption", {}, "Time of steps by component"), charts.parts);
+  const parts = el("figure", { class: "card whole" }, el("figcaption", {}, "Time of a step by component"), charts.parts);
   const lines = [charts.tokens, charts.requests, charts.kv, charts.ttft, charts.token, charts.floor];
   find("charts").append(...lines.map((chart) => chart.node), parts);
 }
