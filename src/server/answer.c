@@ -98,6 +98,7 @@ static nb_status add_item(nbi_answer *a, const nbi_tool_item *item)
 {
     switch (item->kind) {
     case NBI_TOOL_CONTENT:
+        if (a->calls_only) return NB_OK;
         if (a->in_call) return nbi_buf_add(&a->held, item->text, item->n);
         return add_text(a, NBI_PIECE_CONTENT, 0, item->text, item->n);
     case NBI_TOOL_BEGIN: return begin_call(a, item);
@@ -148,7 +149,7 @@ static nb_status finish(nbi_answer *a, nbi_reasoning *splitter, bool stopped)
     bool unclosed = false;
     size_t n = nbi_reasoning_finish(splitter, stopped, spans, &unclosed);
     NB_TRY(add_spans(a, spans, n));
-    if (unclosed) NB_TRY(add_content(a, a->thinking.data, a->thinking.len));
+    if (unclosed && !a->calls_only) NB_TRY(add_content(a, a->thinking.data, a->thinking.len));
     nbi_buf_free(&a->thinking);
     if (!a->parser) return NB_OK;
     NB_TRY(nbi_tool_parser_finish(a->parser, stopped, &items, &n_items, NULL));

@@ -38,6 +38,7 @@ typedef struct nbi_answer {
     nbi_buf text;             /* of all pieces */
     nbi_tool_parser *parser;  /* NULL: all is content */
     bool first_call_only;     /* further calls are left out */
+    bool calls_only;          /* so is all text that is no thinking */
     bool in_call, skips_call; /* between CALL and END; of a call that is left out */
     uint32_t n_calls;         /* begun and kept */
     nbi_buf thinking;         /* all of it while it may still turn out to be the answer */

@@ -133,6 +133,10 @@ static nb_status read_kwargs(json_t *kwargs, const json_t *body, nbi_api_error *
     if (effort && json_object_set_new(kwargs, "reasoning_effort", json_string(effort)) != 0) {
         return NO_MEMORY(e);
     }
+    if (effort && strcmp(effort, "none") == 0 &&
+        json_object_set_new(kwargs, "enable_thinking", json_false()) != 0) {
+        return NO_MEMORY(e);
+    }
     NB_TRY(read_thinking(kwargs, body, e));
     NB_TRY(nbi_field_bool(&thinking, body, "", "enable_thinking", e));
     if (nbi_field(body, "enable_thinking") &&

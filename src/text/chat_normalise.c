@@ -35,21 +35,23 @@ static nb_status add_part(nbi_buf *text, const json_t *part, size_t index, const
                           nb_error *err)
 {
     const json_t *string = part;
+    bool refusal = false; /* as OpenAI's API has those of the assistant */
     if (json_is_object(part)) {
         const char *type = json_string_value(json_object_get(part, "type"));
         if (!type)
             return nbi_fail(err, NB_INVALID, "%s.content[%zu].type is missing or not a string",
                             place, index);
-        if (strcmp(type, "text") != 0 && strcmp(type, "input_text") != 0 &&
+        refusal = strcmp(type, "refusal") == 0;
+        if (!refusal && strcmp(type, "text") != 0 && strcmp(type, "input_text") != 0 &&
             strcmp(type, "output_text") != 0)
             return nbi_fail(err, NB_INVALID,
                             "%s.content[%zu].type is \"%.32s\"; this model reads text only", place,
                             index, type);
-        string = json_object_get(part, "text");
+        string = json_object_get(part, refusal ? "refusal" : "text");
     }
     if (!json_is_string(string))
-        return nbi_fail(err, NB_INVALID, "%s.content[%zu].text is missing or not a string", place,
-                        index);
+        return nbi_fail(err, NB_INVALID, "%s.content[%zu].%s is missing or not a string", place,
+                        index, refusal ? "refusal" : "text");
     return nbi_buf_add(text, json_string_value(string), json_string_length(string)) == NB_OK
                ? NB_OK
                : no_memory(err);

@@ -247,8 +247,8 @@ json_t *nbi_tool_choice_schema(const nbi_tool_choice *choice)
     schema =
         json_pack("{s:s, s:i, s:{s:O}}", "type", "array", "minItems", 1, "items", "anyOf", any);
     if (!schema) goto fail;
-    if (!choice->parallel && json_object_set_new(schema, "maxItems", json_integer(1)) != 0)
-        goto fail;
+    bool one = !choice->parallel || choice->mode == NBI_TOOL_CHOICE_NAMED;
+    if (one && json_object_set_new(schema, "maxItems", json_integer(1)) != 0) goto fail;
     if (json_object_size(defs) && json_object_set(schema, "$defs", defs) != 0) goto fail;
     json_decref(any);
     json_decref(defs);

@@ -66,6 +66,30 @@ def test_other_switches(client, model, extra):
     assert chat(client, model, extra=extra).choices[0].message.content == want.choices[0].message.content
 
 
+def test_effort_none(client, server, model):
+    """reasoning_effort none turns thinking off, as in OpenAI's API; what says so itself wins."""
+    off = chat(client, model, extra={"chat_template_kwargs": {"enable_thinking": False}})
+    none = chat(client, model, reasoning_effort="none")
+    assert text_of(none.choices[0].message) == text_of(off.choices[0].message) and none.usage == off.usage
+    counts = {}
+    for name, more in (("on", {}), ("off", {"enable_thinking": False}), ("none", {"reasoning_effort": "none"}),
+                       ("both", {"reasoning_effort": "none", "enable_thinking": True})):
+        body = {"messages": [{"role": "user", "content": "hi"}], **more}
+        counts[name] = server.post("/tokenize", body).json()["tokens"]
+    assert counts["none"] == counts["off"] != counts["on"] == counts["both"]
+
+
+def test_refusal_is_text(server):
+    """What OpenAI's assistant has refused comes back as a part of its own kind."""
+    def tokens(content):
+        turns = [{"role": "user", "content": "x"}, {"role": "assistant", "content": content}, {"role": "user", "content": "y"}]
+        reply = server.post("/tokenize", {"messages": turns})
+        return reply.json().get("tokens") or reply.json()["error"]["param"]
+
+    assert tokens([{"type": "refusal", "refusal": "No. Not"}, {"type": "text", "text": " that."}]) == tokens("No. Not that.")
+    assert tokens([{"type": "refusal", "text": "x"}]) == "messages[1].content[0].refusal"
+
+
 @pytest.mark.parametrize("extra", [{}, {"chat_template_kwargs": {"enable_thinking": False}}, {"separate_reasoning": False}])
 def test_stream_equals_plain(client, model, extra):
     plain = chat(client, model, max_tokens=60, extra=extra)

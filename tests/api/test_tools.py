@@ -232,6 +232,29 @@ def test_named_call(client, model, name):
     jsonschema.validate(calls[0][1], FORCED_SCHEMAS[name])
 
 
+def test_one_call_of_a_named_function(client, model):
+    """Whatever parallel_tool_calls says: the list ends behind the first."""
+    pytest.importorskip("llguidance")
+    tools = [{"type": "function", "function": {"name": "now", "parameters": {"type": "object", "properties": {}, "additionalProperties": False}}}]
+    for seed in range(4):
+        choice = ask(client, model, "Pick one.", tools=tools, extra=THINKING_OFF, temperature=1, seed=seed, parallel_tool_calls=True,
+                     tool_choice={"type": "function", "function": {"name": "now"}}).choices[0]
+        assert (calls_of(choice.message), choice.finish_reason, choice.message.content) == ([("now", {})], "tool_calls", None)
+
+
+@pytest.mark.parametrize("extra", [{}, {"stop": ["name"]}, {"stop": ["size"], "n": 2}])
+def test_cut_list_of_forced_calls(client, model, extra):
+    """What is left of a list that was cut, or of what stood between two calls, is no content."""
+    pytest.importorskip("llguidance")
+    for n in (1, 4, 9, 14, 19, 24, 31, 40):
+        options = {"tools": FORCED_TOOLS, "tool_choice": "required", "max_tokens": n, "extra": THINKING_OFF, **extra}
+        choice = ask(client, model, "Pick one.", **options).choices[0]
+        assert not choice.message.content and choice.message.model_extra["reasoning_content"] is None
+        content, calls, finish = assemble(c for c in ask(client, model, "Pick one.", stream=True, **options) if c.choices[0].index == 0)
+        assert (content, finish) == ("", choice.finish_reason)
+        assert [(name, json.loads(arguments)) for _, name, arguments in calls] == calls_of(choice.message)
+
+
 def test_forced_calls_of_the_trained_model(client, model, trained):
     """Several calls may come; each fits."""
     pytest.importorskip("llguidance")

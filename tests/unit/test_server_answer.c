@@ -10,7 +10,7 @@
     "\"properties\":{\"n\":{\"type\":\"integer\"},\"s\":{\"type\":\"string\"}}}}}]"
 
 typedef struct setup {
-    bool inside, stopped, first_call_only, with_tools;
+    bool inside, stopped, first_call_only, calls_only, with_tools;
 } setup;
 
 static json_t *tools;
@@ -39,9 +39,10 @@ static void take_apart(nbi_buf *out, const char *text, size_t step, setup s)
     nbi_reasoning splitter;
     size_t n = strlen(text);
     nbi_reasoning_init(&splitter, NBI_REASONING_GLM45, s.inside);
-    assert_int_equal(nbi_answer_init(&a, NBI_TOOL_FORM_GLM, s.with_tools ? tools : NULL,
-                                     s.first_call_only, NULL),
-                     NB_OK);
+    nbi_tool_form form = s.calls_only ? NBI_TOOL_FORM_JSON : NBI_TOOL_FORM_GLM;
+    assert_int_equal(
+        nbi_answer_init(&a, form, s.with_tools ? tools : NULL, s.first_call_only, NULL), NB_OK);
+    a.calls_only = s.calls_only;
     for (size_t at = 0; step && at + step < n; at += step) {
         const nb_event event = {.text = text + at, .n_text = step};
         assert_int_equal(nbi_answer_take(&a, &splitter, &event), NB_OK);
@@ -102,6 +103,26 @@ static void test_content_inside_a_call(void **state)
     check("</think><tool_call>f<arg_key>n</arg_key><arg_value>3</arg_value><arg_value>9"
           "</arg_value></tool_call>!",
           "F:f|A:{\"n\":3}|E:|C:<arg_value>9</arg_value>!|", usual);
+}
+
+/* Of a list of calls that is cut nothing is content. */
+static void test_calls_only(void **state)
+{
+    (void)state;
+    setup s = usual;
+    s.calls_only = true;
+    check("why</think> [ {\"name\": \"f\", \"parameters\": {\"n\": 1}} , "
+          "{\"name\": \"f\", \"parameters\": {}}]",
+          "T:why|F:f|A:{\"n\":1}|E:|F:f|A:{}|E:|", s);
+    s.stopped = false;
+    check("why</think>[{\"name\": \"f\", \"parameters\": {\"n\": 1}}, {\"name\": \"f\", \"par",
+          "T:why|F:f|A:{\"n\":1}|E:|", s);
+    check("why</think>[{\"name\": \"f\", \"parameters\": ", "T:why|", s);
+    check("why</think>[{\"name\": \"f\", \"parameters\": {\"s\": \"a",
+          "T:why|F:f|A:{\"s\":\"a\"}|E:|", s);
+    s.stopped = true; /* by a stop text */
+    check("why</think>[{\"na", "T:why|", s);
+    check("why", "T:why|", s);
 }
 
 static void test_first_call_only(void **state)
@@ -206,6 +227,7 @@ int main(void)
         cmocka_unit_test(test_call_ends_thinking),
         cmocka_unit_test(test_unclosed_thinking_is_the_answer),
         cmocka_unit_test(test_content_inside_a_call),
+        cmocka_unit_test(test_calls_only),
         cmocka_unit_test(test_first_call_only),
         cmocka_unit_test(test_cut_call),
         cmocka_unit_test(test_without_tools),

@@ -141,8 +141,8 @@ static void schemas_of_forced_calls(void **state)
                                                                      "P\"}},"
                                                                      "\"$defs\":{\"P\":{\"type\":"
                                                                      "\"integer\"}}}}}");
-    check_schema("{" TOOLS ",\"tool_choice\":{\"type\":\"function\",\"name\":\"b\"},"
-                 "\"parallel_tool_calls\":false}",
+    /* of one function a single call */
+    check_schema("{" TOOLS ",\"tool_choice\":{\"type\":\"function\",\"name\":\"b\"}}",
                  "{\"type\":\"array\",\"minItems\":1,\"maxItems\":1,\"items\":{\"anyOf\":[" CALL_OF(
                      "b", "{\"type\":\"object\",\"properties\":{}}") "]}}");
 }
