@@ -232,6 +232,22 @@ static nb_status read_system(json_t *out, const json_t *body, nbi_api_error *e)
     return status;
 }
 
+/* A last message of the assistant is the beginning of the answer. */
+static nb_status read_ending(json_t *chat, const json_t *messages, nbi_api_error *e)
+{
+    const json_t *last = json_array_get(messages, json_array_size(messages) - 1);
+    const char *role = json_string_value(json_object_get(last, "role"));
+    if (!role || strcmp(role, "assistant") != 0) return NB_OK;
+    if (json_object_get(last, "tool_calls") ||
+        !json_string_length(json_object_get(last, "content"))) {
+        return nbi_api_field(e, "messages",
+                             "the last one is the assistant's and does not end with text that the "
+                             "answer could go on with");
+    }
+    return json_object_set_new(chat, "continue_final_message", json_true()) == 0 ? NB_OK
+                                                                                 : no_memory(e);
+}
+
 static nb_status read_messages(json_t *out, const json_t *body, nbi_api_error *e)
 {
     json_t *messages = NULL;
@@ -254,11 +270,7 @@ static nb_status read_messages(json_t *out, const json_t *body, nbi_api_error *e
         json_decref(t.calls);
         NB_TRY(status);
     }
-    const char *last = json_string_value(json_object_get(json_array_get(messages, n - 1), "role"));
-    if (strcmp(last, "assistant") != 0) return NB_OK;
-    return nbi_api_field(e, "messages",
-                         "the last one is the assistant's, and this server does not "
-                         "continue messages; end with one of the user");
+    return NB_OK;
 }
 
 /* ---------------------------------------------------------------- tools */
@@ -390,6 +402,7 @@ nb_status nbi_anthropic_chat(json_t **out, const json_t *body, nbi_api_error *e)
     }
     NB_TRY_OR(status, read_system(messages, body, e), fail);
     NB_TRY_OR(status, read_messages(messages, body, e), fail);
+    NB_TRY_OR(status, read_ending(chat, messages, e), fail);
     NB_TRY_OR(status, read_tools(chat, body, e), fail);
     NB_TRY_OR(status, read_tool_choice(chat, body, e), fail);
     NB_TRY_OR(status, read_thinking(chat, body, e), fail);

@@ -237,6 +237,21 @@ def test_tool_round_trip(claude, model, trained):
         assert (reply.content[-1].text, reply.stop_reason) == ("Done.", "end_turn")
 
 
+@pytest.mark.parametrize("said", ["The answer", [{"type": "text", "text": "The"}, {"type": "text", "text": " answer is\U0001f600"}]])
+def test_answer_that_is_begun(server, claude, model, said):
+    """A last message of the assistant is gone on with, as continue_final_message does; only what follows it is in the reply."""
+    text = said if isinstance(said, str) else "".join(block["text"] for block in said)
+    body = {"messages": [*ASK, {"role": "assistant", "content": text}], "continue_final_message": True, "max_tokens": 12, "temperature": 0,
+            "ignore_eos": True}
+    want = server.post("/v1/chat/completions", body).json()
+    messages = [*ASK, {"role": "assistant", "content": said}]
+    reply = ask(claude, model, messages, max_tokens=12, extra={"ignore_eos": True})
+    assert [(b.type, b.text) for b in reply.content] == [("text", want["choices"][0]["message"]["content"])]
+    with open_stream(claude, model, messages, max_tokens=12, extra={"ignore_eos": True}) as events:
+        assert blocks_of(events.get_final_message()) == blocks_of(reply)
+    assert claude.messages.count_tokens(model=model, messages=messages).input_tokens == want["usage"]["prompt_tokens"]
+
+
 def test_history_renders_as_chat(server, claude, model):
     """C23 to C25: the same conversation in both APIs is the same prompt."""
     chat = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "Weather in Lund?"},
@@ -312,7 +327,10 @@ BAD = [
      "messages[1].content[0].name"),
     ({"messages": [*ASK, {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "f", "input": "x"}]}, *ASK]},
      "messages[1].content[0].input"),
-    ({"messages": [*ASK, {"role": "assistant", "content": "It is"}]}, "messages"),
+    ({"messages": [*ASK, {"role": "assistant", "content": ""}]}, "messages"),
+    ({"messages": [*ASK, {"role": "assistant", "content": [{"type": "thinking", "thinking": "hm", "signature": ""}]}]}, "messages"),
+    ({"messages": [*ASK, {"role": "assistant", "content": [{"type": "text", "text": "x"}, {"type": "tool_use", "id": "a", "name": "f", "input": {}}]}]},
+     "messages"),
     ({"system": 5}, "system"),
     ({"system": [{"type": "image"}]}, "system[0].type"),
     ({"stop_sequences": "x"}, "stop_sequences"),
