@@ -132,6 +132,8 @@ typedef struct nb_engine_options {
     bool
         check_kernels; /* compare kernels with sums in double first; NB_NUMERIC when one is wrong */
     bool disable_prefix_cache; /* do not keep pages for requests that begin alike */
+    uint32_t timing_interval;  /* every so-manieth step is timed for nb_engine_get_components(); 0
+                                  (default), and always on a GPU: only those of profiles */
     nb_progress progress;      /* optional */
     void *progress_user;
 } nb_engine_options;
@@ -229,6 +231,11 @@ typedef struct nb_engine_stats {
      * among them: whole prompts, and how much of them the cache held */
     uint64_t request_prompt_tokens, request_cached_tokens;
     uint64_t requests_ended[NB_FINISH_COUNT]; /* by how they ended; `count` none left out */
+    /* Steps in which every row is a sequence's newest token or a draft: their time, and the bytes
+     * of weights and cache that they had to read. Over read_bandwidth (bytes per second, 0: not
+     * known) that is their floor. */
+    uint64_t decode_steps, decode_ns, decode_bytes;
+    double read_bandwidth;
 } nb_engine_stats;
 
 void nb_engine_get_stats(nb_engine *engine, nb_engine_stats *stats);
@@ -267,6 +274,56 @@ typedef struct nb_histogram {
 } nb_histogram;
 
 void nb_engine_get_histogram(const nb_engine *engine, nb_histogram_id id, nb_histogram *out);
+
+/* What the memory gives to plain reads, in bytes per second: nb_engine_stats has it, profiles take
+ * it for their floors. An engine on a GPU has measured it itself. */
+void nb_engine_set_read_bandwidth(nb_engine *engine, double bytes_per_s);
+
+/* ---------------------------------------------------------------- profiles */
+
+typedef struct nb_profile_options {
+    uint32_t n_steps;    /* timed; 0: until nb_engine_profile_stop() */
+    uint32_t skip_steps; /* before the first one */
+    bool by_stage;       /* until there are n_steps of decode and n_steps with prompts in them */
+} nb_profile_options;
+
+/* From the next step on every operator is timed. Costs little on a CPU; on a GPU steps are launched
+ * operator by operator, not replayed as a graph. NB_BUSY: a profile runs. One that has taken its
+ * n_steps and was not stopped is forgotten. */
+nb_status nb_engine_profile_start(nb_engine *engine, const nb_profile_options *options,
+                                  nb_error *error);
+
+/* Has one taken its n_steps, and waits to be stopped? */
+bool nb_engine_profile_is_done(nb_engine *engine);
+
+/* What a profile has found, as JSON texts. */
+typedef struct nb_profile {
+    char *trace; /* the last calls, in the Trace Event Format of Perfetto; has the tables, too, as
+                    its member "breakdown" */
+    size_t n_trace;
+    char *breakdown; /* an array with a table of each stage: docs/performance.md, "Profiles" */
+    size_t n_breakdown;
+} nb_profile;
+
+/* Ends the profile with the step under way. NB_NOT_FOUND: none was started. */
+nb_status nb_engine_profile_stop(nb_engine *engine, nb_profile *profile, nb_error *error);
+void nb_profile_free(nb_profile *profile);
+
+#define NB_COMPONENTS_MAX 16
+
+/* Sums over the steps that were timed, by a profile or by timing_interval: components by name, with
+ * "launch gaps" and "host gaps" behind them; their ns add up to step_ns. */
+typedef struct nb_component_stats {
+    uint64_t steps, step_ns;
+    uint32_t n;
+    struct {
+        const char *name;
+        uint64_t calls, ns;
+        double bytes;
+    } components[NB_COMPONENTS_MAX];
+} nb_component_stats;
+
+void nb_engine_get_components(nb_engine *engine, nb_component_stats *stats);
 
 /* Forgets every cached prefix before the next step. NB_BUSY, and nothing happens, while requests
  * run or wait. */

@@ -259,6 +259,8 @@ static nb_status open_parts(nb_engine *e, const nb_engine_options *o, nb_error *
     NB_TRY(open_model(e, err));
     NB_TRY(open_tokenizer(e, err));
     NB_TRY(nbi_engine_reserve(e, kv_dtype, err));
+    NB_TRY(nbi_profile_init(e, err));
+    nbi_profile_measure(e);
     if (e->options.check_kernels) NB_TRY(check_kernels(e, kv_dtype, err));
     nbi_engine_start_commit(e); /* beside the check it would take its processors */
     return NB_OK;
@@ -345,6 +347,7 @@ void nb_engine_close(nb_engine **engine)
     nbi_kvpool_deinit(&e->pool);
     if (e->kv.layers) nbi_kv_destroy(&e->kv, e->backend);
     nbi_tokenizer_close(&e->tokenizer);
+    nbi_profile_deinit(e);
     nbi_model_close(&e->model);
     nbi_backend_close(&e->backend);
     nbi_arena_free(&e->strings);
@@ -483,6 +486,7 @@ void nb_engine_get_stats(nb_engine *e, nb_engine_stats *stats)
     pthread_mutex_lock(&e->lock);
     *stats = e->stats;
     stats->n_waiting = e->n_waiting;
+    stats->read_bandwidth = (double)atomic_load(&e->read_bandwidth);
     pthread_mutex_unlock(&e->lock);
 }
 

@@ -156,6 +156,23 @@ typedef struct nbi_client_turn {
     uint32_t running; /* its requests in the running list */
 } nbi_client_turn;
 
+/* Timing of steps (profile.c). `lock` guards what is not the step's own. */
+typedef struct nbi_profile {
+    nbi_timing *timing; /* of a timed step while in_step; else of who holds the lock */
+    pthread_mutex_t lock;
+    pthread_cond_t idle; /* in_step or writing has become false */
+    atomic_bool wanted;  /* the next step has to ask */
+    bool in_step;        /* the step under way is timed */
+    bool writing;        /* somebody reads the timer: no step is timed */
+    bool running, done;  /* a profile; has taken its steps */
+    nb_profile_options options;
+    uint32_t taken[2];         /* [decode] steps of it */
+    uint32_t interval;         /* of steps that are timed for the sums */
+    uint32_t since;            /* the step's: steps since the last one that was timed */
+    bool timed, skipped;       /* the step's: in_step; it counts as one of skip_steps */
+    nb_component_stats totals; /* of all that were timed */
+} nbi_profile;
+
 struct nb_engine {
     nb_engine_options options; /* strings copied into `strings` */
     nbi_arena strings;
@@ -163,6 +180,9 @@ struct nb_engine {
     nbi_model *model;
     nbi_tokenizer *tokenizer; /* NULL: ids only */
     nbi_kv kv;
+    bool (*commit)(nbi_backend *b, void *p, size_t bytes); /* the backend's, of kv; or NULL */
+    nbi_profile profile;
+    atomic_uint_fast64_t read_bandwidth; /* bytes per second; 0: not known */
     nbi_kvpool pool;
     nbi_prefix prefix;
     bool lpm; /* schedule policy: longest cached prefix first */
@@ -344,7 +364,22 @@ void nbi_meter_stamp(nb_engine *e, nb_request *r);
 void nbi_meter_tokens(nb_engine *e, nb_request *r, uint32_t n);
 /* The request has ended (r->finish). Takes the engine's lock. */
 void nbi_meter_end(nb_engine *e, const nb_request *r);
-void nbi_meter_step(nb_engine *e, uint64_t begin_ns, uint32_t rows);
+/* Is every row a sequence's newest token or a draft behind it? */
+static inline bool nbi_batch_decodes(const nbi_batch *batch)
+{
+    return batch->n_rows == batch->n_logit_rows;
+}
+/* The step of `batch` took from begin_ns to now. */
+void nbi_meter_step(nb_engine *e, uint64_t begin_ns, const nbi_batch *batch);
+
+/* ---- profile.c: which steps are timed */
+nb_status nbi_profile_init(nb_engine *e, nb_error *err);
+void nbi_profile_deinit(nb_engine *e);
+/* Around all that a step does; the step's. */
+void nbi_profile_step_begin(nb_engine *e);
+void nbi_profile_step_end(nb_engine *e, const nbi_batch *batch);
+/* Of an engine on a device that has a measure of its own; when all else is reserved. */
+void nbi_profile_measure(nb_engine *e);
 
 /* ---- penalty.c */
 /* `max_tokens`: prompt and answer together. Nothing is taken when the request asks for nothing. */

@@ -179,7 +179,7 @@ static void commit_all(nb_engine *e)
     char *base = e->kv.memory;
     for (size_t at = 0; at < e->kv.bytes && !atomic_load(&e->stopping); at += COMMIT_PIECE) {
         size_t n = e->kv.bytes - at < COMMIT_PIECE ? e->kv.bytes - at : COMMIT_PIECE;
-        if (e->backend->ops->commit(e->backend, base + at, n)) continue;
+        if (e->commit(e->backend, base + at, n)) continue;
         nb_error why;
         nbi_fail(&why, NB_NO_MEMORY,
                  "the system gives %.2f GB of the %.2f GB for the KV cache; lower "
@@ -203,7 +203,8 @@ void nbi_engine_start_commit(nb_engine *e)
 {
     pthread_attr_t attr;
     pthread_t thread;
-    if (!e->backend->ops->commit) return;
+    e->commit = e->backend->ops->commit; /* the table may be exchanged while steps are timed */
+    if (!e->commit) return;
     if (sem_init(&e->commit_done, 0, 0) == 0 && pthread_attr_init(&attr) == 0) {
         (void)pthread_attr_setdetachstate(&attr, PTHREAD_CREATE_DETACHED);
         e->has_commit_thread = pthread_create(&thread, &attr, commit_main, e) == 0;

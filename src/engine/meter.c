@@ -162,10 +162,25 @@ void nbi_meter_end(nb_engine *e, const nb_request *r)
     pthread_mutex_unlock(&e->lock);
 }
 
-void nbi_meter_step(nb_engine *e, uint64_t begin, uint32_t rows)
+static uint64_t decode_bytes(const nb_engine *e, const nbi_batch *b)
 {
-    nbi_histogram_add(&e->histograms[NB_HIST_STEP], span(begin, nbi_now_ns()), 1);
-    nbi_histogram_add(&e->histograms[NB_HIST_STEP_TOKENS], rows, 1);
+    uint64_t held = 0;
+    for (uint32_t s = 0; s < b->n_seqs; s++) held += (uint64_t)b->seq_len[s];
+    return nbi_model_step_bytes(e->model, b->n_rows, b->n_seqs, held - b->n_rows, e->kv.dtype);
+}
+
+void nbi_meter_step(nb_engine *e, uint64_t begin, const nbi_batch *batch)
+{
+    const uint64_t ns = span(begin, nbi_now_ns());
+    nbi_histogram_add(&e->histograms[NB_HIST_STEP], ns, 1);
+    nbi_histogram_add(&e->histograms[NB_HIST_STEP_TOKENS], batch->n_rows, 1);
+    if (!nbi_batch_decodes(batch)) return;
+    const uint64_t bytes = decode_bytes(e, batch);
+    pthread_mutex_lock(&e->lock);
+    e->stats.decode_steps++;
+    e->stats.decode_ns += ns;
+    e->stats.decode_bytes += bytes;
+    pthread_mutex_unlock(&e->lock);
 }
 
 void nb_engine_get_histogram(const nb_engine *e, nb_histogram_id id, nb_histogram *out)

@@ -378,6 +378,7 @@ static void form_batch(nb_engine *e)
 nb_status nbi_engine_step_once(nb_engine *e, bool *worked, nb_error *err)
 {
     uint64_t now_ns = nbi_now_ns();
+    nbi_profile_step_begin(e);
     reap_running(e, now_ns);
     reap_waiting(e, now_ns);
     show_beams(e);
@@ -389,12 +390,13 @@ nb_status nbi_engine_step_once(nb_engine *e, bool *worked, nb_error *err)
     *worked = e->batch.view.n_rows || e->n_owed;
     if (e->batch.view.n_rows) {
         st = run(e, err);
-        nbi_meter_step(e, begin_ns, e->batch.view.n_rows);
+        nbi_meter_step(e, begin_ns, &e->batch.view);
     } else if (e->n_owed) {
         tell_readers(e);
     }
     nbi_heap_allow();
     publish(e);
     nbi_engine_after_step(e); /* readers that are behind were told so */
+    nbi_profile_step_end(e, &e->batch.view);
     return st;
 }
