@@ -135,7 +135,7 @@ static nb_status measure(check *c, nb_error *err)
 {
     if (!c->b->ops->read_bandwidth) {
         nbi_bandwidth *bw = NULL;
-        NB_TRY(nbi_bandwidth_open(&bw, c->dir, c->threads, err));
+        NB_TRY(nbi_bandwidth_open(&bw, c->dir, c->threads, 0, err));
         for (int i = 0; i < 3; i++) {
             const double rate = nbi_bandwidth_pass(bw, PASS_BYTES);
             if (rate > c->rate) c->rate = rate;

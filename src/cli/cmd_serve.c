@@ -15,12 +15,14 @@
 #include "base/log.h"
 #include "cli/http_options.h"
 #include "cli/run_options.h"
+#include "cli/serve_bandwidth.h"
 #include "cli/service.h"
 
 #define STOP_WAIT_MS    2000
 #define AT_ONCE_WAIT_MS 300 /* for the error events of cut requests */
 #define DRAIN_SECONDS   25  /* below the 30 s that Kubernetes waits */
 #define DRAIN_TICK_NS   20000000
+#define TIMING_INTERVAL 64
 
 static const nbi_command command = {
     .name = "serve",
@@ -30,8 +32,8 @@ static const nbi_command command = {
             "/v1/responses, /v1/messages (Anthropic's) and /v1/messages/count_tokens, streaming "
             "and not;\n"
             "SGLang's /generate; /tokenize, /detokenize, /model_info, /server_info, /flush_cache,\n"
-            "/abort_request, /version, /ping. /openapi.json describes them, docs/api.md explains "
-            "them.\n"
+            "/abort_request, /start_profile, /stop_profile, /version, /ping. /openapi.json\n"
+            "describes them, docs/api.md explains them.\n"
             "GET / is a page for the browser: chat, live charts, what the server is.\n"
             "The port opens at once; until the model is loaded requests get 503 and\n"
             "/health shows how far it is. SIGINT or SIGTERM takes no new requests, lets those\n"
@@ -52,6 +54,8 @@ typedef struct serving {
     uint32_t drain_seconds;
     bool skip_check;
     nb_engine *engine; /* the loader's until `loaded` */
+    double bandwidth;  /* --memory-bandwidth; 0: to be measured */
+    nbi_bandwidth_watch *watch;
     pthread_t main_thread, loader;
     bool loaded; /* written by the loader before it sends SIGUSR1 */
     nb_status status;
@@ -67,6 +71,7 @@ static nb_status load(serving *s)
     s->model.engine.progress_user = s->server;
     s->model.engine.check_kernels = !s->skip_check;
     NB_TRY(nb_engine_open(&s->engine, &s->model.engine, &s->err));
+    if (s->bandwidth > 0) nb_engine_set_read_bandwidth(s->engine, s->bandwidth);
     NB_TRY(nb_engine_start(s->engine, &s->err));
     return nbi_server_ready(s->server, s->engine, &s->err);
 }
@@ -160,6 +165,8 @@ static int wait_for_end(serving *s, const sigset_t *set)
             joined = true;
             if (s->status == NB_OK) {
                 nbi_service_say("READY=1\nSTATUS=serving");
+                nbi_bandwidth_watch_start(&s->watch, s->engine, s->model.engine.model_dir,
+                                          s->model.engine.n_threads);
                 continue;
             }
             return nbi_cli_fail(&command, &s->err);
@@ -192,6 +199,7 @@ static int serve(serving *s)
     } else {
         status = wait_for_end(s, &set);
     }
+    nbi_bandwidth_watch_stop(&s->watch);
     nbi_server_close(&s->server);
     nb_engine_close(&s->engine);
     return status;
@@ -224,6 +232,7 @@ int nbi_cmd_serve(int argc, char **argv)
     nbi_server_options_default(&s.options);
     nbi_http_options_init(&http, &s.options);
     nbi_run_options_init(&s.model, "info");
+    s.model.engine.timing_interval = TIMING_INTERVAL;
     const nbi_opt options[] = {
         NBI_RUN_OPTION_ROWS(&s.model),
         NBI_HTTP_OPTION_ROWS(&http),
@@ -253,6 +262,17 @@ int nbi_cmd_serve(int argc, char **argv)
          "a JSON line per generation: tokens, times, parameters; likewise", false},
         {"log-content", NBI_OPT_FLAG, &s.options.log_content, NULL,
          "prompts and answers go to the request log, too", false},
+        {"profile-dir", NBI_OPT_STRING, &s.options.profile_dir, "DIR",
+         "folder for what /start_profile and /stop_profile find; without it the\nreply to "
+         "/stop_profile is the profile, and nothing is written",
+         false},
+        {"timing-interval", NBI_OPT_U32, &s.model.engine.timing_interval, "N",
+         "on a CPU every N-th step is timed by component for /metrics; 0: none (default 64)",
+         false},
+        {"memory-bandwidth", NBI_OPT_F64, &s.bandwidth, "B",
+         "bytes per second that plain reads get, for shares of the floor (default: measured,\n"
+         "once nothing runs)",
+         false},
         {0},
     };
     nbi_buf flags = {0};

@@ -103,14 +103,16 @@ static void read_task(void *arg, uint32_t begin, uint32_t end, uint32_t thread)
 }
 
 nb_status nbi_bandwidth_open(nbi_bandwidth **out, const char *dir, uint32_t n_threads,
-                             nb_error *err)
+                             uint64_t max_bytes, nb_error *err)
 {
     nb_status st;
     nbi_bandwidth *b = nbi_calloc(1, sizeof *b);
     if (!b) return nbi_fail(err, NB_NO_MEMORY, "%s: out of memory", dir);
     NB_TRY_OR(st, nbi_pool_create(&b->pool, n_threads, err), fail);
     NB_TRY_OR(st, map_all(b, dir, err), fail);
-    nbi_bandwidth_pass(b, b->n_pieces * PIECE);
+    const uint64_t most = max_bytes > PIECE ? max_bytes / PIECE : 1;
+    if (!max_bytes) nbi_bandwidth_pass(b, b->n_pieces * PIECE);
+    if (max_bytes && most < b->n_pieces) b->n_pieces = most;
     *out = b;
     return NB_OK;
 fail:

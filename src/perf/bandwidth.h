@@ -10,9 +10,10 @@ extern "C" {
 
 typedef struct nbi_bandwidth nbi_bandwidth;
 
-/* Maps the *.safetensors files of a folder and brings them into memory by reading them once. */
+/* Maps the *.safetensors files of a folder and brings them into memory by reading them once. With
+ * max_bytes passes go over the first so many alone, and nothing is read yet; 0: over all. */
 nb_status nbi_bandwidth_open(nbi_bandwidth **out, const char *dir, uint32_t n_threads,
-                             nb_error *err);
+                             uint64_t max_bytes, nb_error *err);
 
 /* Fresh memory instead, written by all threads, so that it lies at all nodes. */
 nb_status nbi_bandwidth_open_memory(nbi_bandwidth **out, uint64_t bytes, uint32_t n_threads,

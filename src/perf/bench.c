@@ -89,7 +89,7 @@ static nb_status open_all(bench *b, nb_error *err)
     const nbi_bench_options *o = b->opt;
     NB_TRY(nbi_backend_open(&b->b, o->device ? o->device : "cpu", &o->backend, err));
     if (!b->b->ops->read_bandwidth)
-        NB_TRY(nbi_bandwidth_open(&b->bandwidth, o->dir, o->backend.n_threads, err));
+        NB_TRY(nbi_bandwidth_open(&b->bandwidth, o->dir, o->backend.n_threads, 0, err));
     const nbi_model_options mo = {.dir = o->dir,
                                   .attention = &o->attention,
                                   .moe_runner = o->moe_runner ? o->moe_runner : "auto",

@@ -39,6 +39,11 @@ unsigned nbi_get_server_info(nbi_exchange *ex, nbi_buf *out);
 unsigned nbi_get_flush_cache(nbi_exchange *ex, nbi_buf *out);
 unsigned nbi_post_flush_cache(nbi_exchange *ex, const json_t *body, nbi_buf *out);
 unsigned nbi_post_abort_request(nbi_exchange *ex, const json_t *body, nbi_buf *out);
+/* profiling.c */
+unsigned nbi_get_start_profile(nbi_exchange *ex, nbi_buf *out);
+unsigned nbi_post_start_profile(nbi_exchange *ex, const json_t *body, nbi_buf *out);
+unsigned nbi_get_stop_profile(nbi_exchange *ex, nbi_buf *out);
+unsigned nbi_post_stop_profile(nbi_exchange *ex, const json_t *body, nbi_buf *out);
 /* openapi.c */
 unsigned nbi_get_openapi(nbi_exchange *ex, nbi_buf *out);
 

@@ -50,6 +50,13 @@ static nb_status labelled(const page *p, const char *name, const char *label, co
                         (unsigned long long)n);
 }
 
+static nb_status labelled_number(const page *p, const char *name, const char *label,
+                                 const char *value, double number)
+{
+    return nbi_buf_addf(p->out, "nibble:%s{%s,%s=\"%s\"} %.17g\n", name, p->model, label, value,
+                        number);
+}
+
 static nb_status histogram(const page *p, const char *name, const char *help, nb_histogram_id id)
 {
     nb_histogram h;
@@ -199,6 +206,39 @@ static nb_status write_drafts(const page *p)
                  p->rates.accept_length);
 }
 
+/* Decode steps against what the memory allows; where the time of timed steps went. */
+static nb_status write_floor(const page *p)
+{
+    const nb_engine_stats *s = &p->stats;
+    nb_component_stats c;
+    nb_engine_get_components(p->served->engine, &c);
+    NB_TRY(counter(p, "decode_steps_total", "Steps that only write answers.", s->decode_steps));
+    NB_TRY(
+        one(p, "decode_step_seconds_total", "counter", "Their time.", (double)s->decode_ns / 1e9));
+    NB_TRY(counter(p, "decode_step_bytes_total", "Bytes that they had to read.", s->decode_bytes));
+    NB_TRY(gauge(p, "achieved_bandwidth_bytes_per_second", "The same per second, last ten seconds.",
+                 p->rates.read_rate));
+    NB_TRY(gauge(p, "read_bandwidth_bytes_per_second",
+                 "What plain reads of the memory get; 0 while it is not known.",
+                 s->read_bandwidth));
+    NB_TRY(gauge(p, "decode_share_of_floor",
+                 "The one over the other, 0 to 1; 0 without decode steps in the last ten seconds.",
+                 p->rates.share_of_floor));
+    NB_TRY(counter(p, "timed_steps_total", "Steps whose operators were timed.", c.steps));
+    NB_TRY(one(p, "timed_step_seconds_total", "counter", "Their time.", (double)c.step_ns / 1e9));
+    NB_TRY(head(p->out, "step_component_seconds_total", "counter",
+                "timed_step_seconds_total by component."));
+    for (uint32_t i = 0; i < c.n; i++)
+        NB_TRY(labelled_number(p, "step_component_seconds_total", "component", c.components[i].name,
+                               (double)c.components[i].ns / 1e9));
+    NB_TRY(head(p->out, "step_component_bytes_total", "counter",
+                "Bytes of weights and cache in timed steps by component."));
+    for (uint32_t i = 0; i < c.n; i++)
+        NB_TRY(labelled_number(p, "step_component_bytes_total", "component", c.components[i].name,
+                               c.components[i].bytes));
+    return NB_OK;
+}
+
 static nb_status write_histograms(const page *p)
 {
     static const struct {
@@ -272,6 +312,7 @@ static nb_status write_page(page *p)
     NB_TRY(write_tokens(p));
     NB_TRY(write_requests(p));
     NB_TRY(write_drafts(p));
+    NB_TRY(write_floor(p));
     return write_histograms(p);
 }
 

@@ -49,6 +49,8 @@ static void rates_of(const nbi_reporter *r, nbi_rates *out)
                         b->prefix_query_tokens - a->prefix_query_tokens);
     out->accept_rate = per(accepted, b->draft_tokens - a->draft_tokens);
     out->accept_length = per(accepted + steps, steps);
+    out->read_rate = 1e9 * per(b->decode_bytes - a->decode_bytes, b->decode_ns - a->decode_ns);
+    if (b->read_bandwidth > 0) out->share_of_floor = out->read_rate / b->read_bandwidth;
 }
 
 void nbi_reporter_rates(const nbi_server *server, nbi_rates *out)
@@ -64,14 +66,18 @@ void nbi_reporter_rates(const nbi_server *server, nbi_rates *out)
 static void write_line(const nbi_server *server, const nb_engine_stats *s, const nbi_rates *rates)
 {
     uint64_t kv = server->served->info.kv_tokens;
-    char drafts[64] = "";
+    char drafts[64] = "", floor[64] = "";
     if (rates->accept_length > 0) {
         snprintf(drafts, sizeof drafts, ", accept length %.2f", rates->accept_length);
     }
+    if (rates->share_of_floor > 0) {
+        snprintf(floor, sizeof floor, ", %.1f %% of the floor (%.1f GB/s)",
+                 100 * rates->share_of_floor, 1e-9 * rates->read_rate);
+    }
     nbi_log(NB_LOG_INFO,
-            "load: %u running, %u queued, prefill %.1f tok/s, decode %.1f tok/s, KV %.1f %%, "
+            "load: %u running, %u queued, prefill %.1f tok/s, decode %.1f tok/s%s, KV %.1f %%, "
             "prefix hits %.1f %%%s",
-            s->n_running, s->n_waiting, rates->prefill, rates->generation,
+            s->n_running, s->n_waiting, rates->prefill, rates->generation, floor,
             100 * per(s->kv_tokens_used, kv), 100 * rates->hit_rate, drafts);
 }
 
@@ -132,6 +138,7 @@ static void *run(void *arg)
         if (atomic_load(&server->served_there)) {
             take_sample(server);
             if (server->served->grammars) nbi_grammar_look_at_clock(server->served->grammars);
+            nbi_profiling_look(server);
         }
         check_deadlines(server);
         pthread_mutex_lock(&r->lock);

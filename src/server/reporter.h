@@ -16,6 +16,8 @@ typedef struct nbi_rates {
     double hit_rate;            /* of prompt tokens, found in the prefix cache; 0 without prompts */
     double accept_rate;         /* of drafted tokens; 0 without drafts */
     double accept_length;       /* tokens per verified step, the model's own included; 0 without */
+    double read_rate;           /* bytes that decode steps had to read, per second of their time */
+    double share_of_floor;      /* of them; 0 without such steps or without a known bandwidth */
 } nbi_rates;
 
 typedef struct nbi_reporter nbi_reporter;

@@ -108,6 +108,7 @@ nb_status nbi_server_open(nbi_server **out, const nbi_server_options *options, n
     }
     NB_TRY_OR(status, open_guards(server, err), fail);
     NB_TRY_OR(status, open_logs(server, err), fail);
+    NB_TRY_OR(status, nbi_profiling_open(server, err), fail);
     NB_TRY_OR(status, nbi_http_counts_create(&server->http_counts, err), fail);
     NB_TRY_OR(status, nbi_reporter_start(server, err), fail);
     NB_TRY_OR(status, nbi_watch_start(server, err), fail);
@@ -311,6 +312,7 @@ void nbi_server_close(nbi_server **out)
     nbi_http_counts_destroy(&server->http_counts);
     nbi_linelog_close(&server->access_log);
     nbi_linelog_close(&server->request_log);
+    nbi_profiling_close(server);
     pthread_cond_destroy(&server->drained);
     pthread_mutex_destroy(&server->lock);
     nbi_free(server);

@@ -42,6 +42,7 @@ typedef struct nbi_server_options {
     const char *access_log;  /* file of JSON lines, "-": standard output; NULL: none */
     const char *request_log; /* the same */
     bool log_content;        /* the request log has prompts and answers */
+    const char *profile_dir; /* folder that profiles are written to; NULL: nothing is written */
     bool no_ui;              /* no web page: GET / and /ui/ are unknown */
     uint64_t start_ns; /* when the process started, on the clock of nbi_now_ns(); for the log */
 } nbi_server_options;

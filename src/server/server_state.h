@@ -12,6 +12,7 @@
 #include "base/linelog.h"
 #include "server/auth.h"
 #include "server/peers.h"
+#include "server/profiling.h"
 #include "server/served.h"
 #include "server/server.h"
 #include "server/tls.h"
@@ -49,6 +50,7 @@ struct nbi_server {
     nbi_linelog *access_log, *request_log; /* NULL: not asked for */
     struct nbi_http_counts *http_counts;
     struct nbi_reporter *reporter;
+    nbi_profiling profiling;
     atomic_uint_fast64_t reasoning_tokens; /* of requests that have ended */
 
     bool preparing; /* a detached thread does; the loading thread's, like all that follows */
