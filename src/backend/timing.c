@@ -7,6 +7,7 @@
 #include "base/clock.h"
 
 #define MARKS   16384u /* of one step: two per launch */
+#define PASSES  16u    /* of one step; two more marks each, behind the others */
 #define WAITING 16u    /* operators that one launch may do */
 
 /* One operator call. */
@@ -46,7 +47,7 @@ struct nbi_timing {
     uint32_t n_waiting;
 
     span *spans; /* [MARKS / 2] with a device clock */
-    uint32_t n_spans, n_marks;
+    uint32_t n_spans, n_marks, n_passes;
 
     uint32_t n_experts, top_k, n_layers;
     const uint64_t *expert_bytes;
@@ -271,6 +272,7 @@ static bool timed_step_begin(nbi_backend *b, const nbi_batch *host, uint32_t pas
 {
     nbi_timing *t = b->timing;
     t->pass_begin_ns = nbi_now_ns();
+    if (t->clock && t->n_passes < PASSES) t->clock->mark(b, MARKS + 2 * t->n_passes);
     t->in_pass = true;
     t->drafting = pass != 0;
     t->n_rows = host->n_rows;
@@ -288,8 +290,11 @@ static nb_status timed_step_end(nbi_backend *b, nb_error *err)
     const nb_status st = t->ops->step_end(b, err);
     const call none = {.name = "end", .part = NBI_PART_NORM, .op = NBI_TIMED_RMSNORM};
     if (t->clock && t->n_waiting) launched(t, &none, true);
+    if (!t->clock)
+        t->pass_ns += nbi_now_ns() - t->pass_begin_ns;
+    else if (t->n_passes < PASSES)
+        t->clock->mark(b, MARKS + 2 * t->n_passes++ + 1);
     t->in_pass = false;
-    t->pass_ns += nbi_now_ns() - t->pass_begin_ns;
     return st;
 }
 
@@ -298,7 +303,7 @@ void nbi_timing_step_begin(nbi_timing *t)
     NB_ASSERT(!t->b->timing);
     memset(&t->step, 0, sizeof t->step);
     t->pass_ns = t->in_pass_ns = t->outside_ns = 0;
-    t->n_spans = t->n_marks = t->n_waiting = 0;
+    t->n_spans = t->n_marks = t->n_passes = t->n_waiting = 0;
     t->in_pass = t->drafting = false;
     t->b->timing = t;
     t->b->ops = &t->timed;
@@ -331,6 +336,21 @@ static uint64_t less(uint64_t a, uint64_t b)
     return a > b ? a - b : 0;
 }
 
+/* What the device's clock says of the step. */
+static void read_clock(nbi_timing *t)
+{
+    const nbi_backend_clock *clock = t->clock;
+    nb_error ignored; /* of the device: the next call that is not timed meets it, too */
+    if (t->ops->sync(t->b, &ignored) != NB_OK) return;
+    for (uint32_t i = 0; i < t->n_spans; i++) {
+        const span *s = &t->spans[i];
+        const uint64_t begin = t->begin_ns + clock->ns(t->b, 0, s->first);
+        count_time(t, &s->what, begin, clock->ns(t->b, s->first, s->first + 1));
+    }
+    for (uint32_t i = 0; i < t->n_passes; i++)
+        t->pass_ns += clock->ns(t->b, MARKS + 2 * i, MARKS + 2 * i + 1);
+}
+
 void nbi_timing_step_cancel(nbi_timing *t)
 {
     NB_ASSERT(t->b->timing == t);
@@ -343,11 +363,7 @@ void nbi_timing_step_end(nbi_timing *t, uint32_t n_rows, bool decode)
 {
     const uint64_t end_ns = nbi_now_ns();
     nbi_timing_step_cancel(t);
-    for (uint32_t i = 0; i < t->n_spans; i++) {
-        const span *s = &t->spans[i];
-        const uint64_t begin = t->begin_ns + t->clock->ns(t->b, 0, s->first);
-        count_time(t, &s->what, begin, t->clock->ns(t->b, s->first, s->first + 1));
-    }
+    if (t->clock) read_clock(t);
     t->step.tokens = n_rows;
     t->step.step_ns = end_ns - t->begin_ns;
     t->step.launch_ns = less(t->pass_ns, t->in_pass_ns);
@@ -389,7 +405,7 @@ nb_status nbi_timing_create(nbi_timing **out, nbi_backend *b, nb_error *err)
     fill_table(t);
     if (t->clock) {
         t->spans = nbi_calloc(MARKS / 2, sizeof *t->spans);
-        st = t->spans ? t->clock->open(b, MARKS, err)
+        st = t->spans ? t->clock->open(b, MARKS + 2 * PASSES, err)
                       : nbi_fail(err, NB_NO_MEMORY, "timing: out of memory");
     }
     if (st != NB_OK) {
