@@ -98,6 +98,9 @@ typedef struct nb_engine_options {
     const char *model_dir;   /* folder in Hugging Face layout; required */
     const char *device;      /* "auto" (a GPU where there is one), "cpu", "cuda" */
     const char *moe_runner;  /* "auto" or the name or alias of a runner */
+    const char *tune_file;   /* with runner "auto": what `nibble tune` has written, a file, or a
+                                folder of such files (an ending '/' says so); NULL: none. One that
+                                does not fit here is logged and not used */
     const char *cpu_level;   /* "auto", or a cap: "reference", "avx2", "avx512", "amx" */
     const char *activations; /* "weight-only" or "w4a4" (NVFP4 activations as the checkpoint's input
                                 scales say) */
@@ -148,13 +151,25 @@ nb_status nb_engine_open(nb_engine **out, const nb_engine_options *options, nb_e
  */
 void nb_engine_close(nb_engine **engine);
 
+typedef struct nb_moe_choice {
+    uint32_t max_rows; /* steps of at most so many rows, and more than the one before; UINT32_MAX
+                          in the last */
+    const char *runner;
+} nb_moe_choice;
+
+#define NB_MOE_CHOICES_MAX 16
+
 /* Facts of a loaded model; pointers live as long as the engine. */
 typedef struct nb_engine_info {
     const char *model_dir;
     const char *model_name; /* last part of the folder's path */
     const char *family;     /* model_type, e.g. "glm_moe_dsa" */
     const char *device;     /* e.g. "cpu (amx)" */
-    const char *moe_runner; /* the runner in use, "none" for a model without experts */
+    const char *moe_runner; /* the runner in use, "a+b" where several take turns, "none" for a model
+                               without experts */
+    nb_moe_choice moe_choices[NB_MOE_CHOICES_MAX]; /* [n_moe_choices] by the rows of a step */
+    uint32_t n_moe_choices;
+    const char *moe_choice_source; /* "tuned": by `nibble tune`; "rule"; "named": by the options */
     uint32_t n_layers;
     uint32_t vocab_size;  /* rows of the output head */
     uint32_t max_context; /* tokens a request may hold, prompt and answer together */

@@ -423,6 +423,7 @@ struct nbi_backend {
     uint32_t sm;           /* GPU: compute capability, 90 for 9.0; else 0 */
     bool expands_fast;     /* the expanded form of long prompts (mla_expanded) beats the absorbed */
     char description[64];  /* "cpu (amx, 2 threads)" */
+    char driver[96]; /* what else its times depend on: a GPU's driver, a CPU's model; may be "" */
 };
 
 /* Backend by name: "cpu"; "auto" takes the best that works here. NB_UNSUPPORTED with the reason. */

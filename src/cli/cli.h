@@ -97,6 +97,7 @@ int nbi_cmd_roofline(int argc, char **argv);
 int nbi_cmd_serve(int argc, char **argv);
 int nbi_cmd_score(int argc, char **argv);
 int nbi_cmd_synth(int argc, char **argv);
+int nbi_cmd_tune(int argc, char **argv);
 int nbi_cmd_tokenize(int argc, char **argv);
 
 #ifdef __cplusplus

@@ -3,6 +3,7 @@
 #include <string.h>
 
 #include "cli/attention_options.h"
+#include "cli/tune_options.h"
 #include "perf/bench.h"
 
 static const nbi_command command = {
@@ -179,6 +180,7 @@ int nbi_cmd_bench(int argc, char **argv)
         {"kv-cache-dtype", NBI_OPT_STRING, &a.kv_dtype, "TYPE",
          "auto (default: f32 at level reference, else bf16), bf16, f32", false},
         {"moe-runner-backend", NBI_OPT_STRING, &b->moe_runner, "NAME", "default auto", false},
+        NBI_TUNE_OPTION_ROW(b->tune_file),
         NBI_ATTENTION_OPTION_ROWS(b->attention.backend, b->attention.prefill, b->attention.decode,
                                   b->attention.sparse_prefill, b->attention.sparse_decode),
         NBI_MLA_OPTION_ROWS(b->attention.mla_prefill, b->attention.mla_block),
@@ -199,6 +201,7 @@ int nbi_cmd_bench(int argc, char **argv)
     if (status >= 0) return status;
     nb_error err;
     nbi_bench_result result;
+    b->tune_file = nbi_tune_place(b->tune_file);
     nbi_cli_log_start(NB_LOG_WARN);
     if (nbi_bench_run(&result, b, &err) != NB_OK) return nbi_cli_fail(&command, &err);
     if (a.json) return print_json(&a, &result);

@@ -10,6 +10,7 @@
 #include "base/json.h"
 #include "cli/attention_options.h"
 #include "cli/default_model.h"
+#include "cli/tune_options.h"
 #include "model/gate.h"
 #include "model/synth.h"
 #include "perf/bandwidth.h"
@@ -38,7 +39,7 @@ static const nbi_command command = {
 #define LIKE_EXPERTS 16u
 
 typedef struct check {
-    const char *dir, *like, *device, *runner, *cpu_level, *activations, *kv_dtype;
+    const char *dir, *like, *device, *runner, *cpu_level, *activations, *kv_dtype, *tune_file;
     uint32_t threads;
     bool json;
     nbi_attention_names attention;
@@ -114,6 +115,7 @@ static nb_status open_all(check *c, nb_error *err)
     NB_TRY(nbi_backend_open(&c->b, c->device, &bo, err));
     const nbi_model_options mo = {.dir = c->dir,
                                   .moe_runner = strcmp(c->runner, "all") ? c->runner : "auto",
+                                  .tune_file = nbi_tune_place(c->tune_file),
                                   .attention = &c->attention,
                                   .verify_scales = true};
     NB_TRY(nbi_model_open(&c->model, c->b, &mo, err));
@@ -275,6 +277,7 @@ int nbi_cmd_check(int argc, char **argv)
          "auto (default): a GPU where there is one; cpu, cuda", false},
         {"moe-runner-backend", NBI_OPT_STRING, &c.runner, "NAME",
          "all (default), auto: the one that serve takes, or a name", false},
+        NBI_TUNE_OPTION_ROW(c.tune_file),
         NBI_ATTENTION_OPTION_ROWS(c.attention.backend, c.attention.prefill, c.attention.decode,
                                   c.attention.sparse_prefill, c.attention.sparse_decode),
         {"cpu-level", NBI_OPT_STRING, &c.cpu_level, "LEVEL",

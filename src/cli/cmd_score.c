@@ -6,6 +6,7 @@
 #include "base/file.h"
 #include "base/json.h"
 #include "cli/attention_options.h"
+#include "cli/tune_options.h"
 #include "engine/npy.h"
 #include "engine/score.h"
 #include "text/tokenizer.h"
@@ -32,7 +33,7 @@ typedef struct sequences {
 
 typedef struct score {
     const char *device, *model_dir, *token_ids, *text, *logits, *cpu_level, *activations, *kv_dtype,
-        *runner;
+        *runner, *tune_file;
     uint32_t chunk, threads;
     nbi_attention_names attention;
     bool json, disable_graphs;
@@ -161,6 +162,7 @@ static nb_status open_all(score *s, nb_error *err)
     nbi_model_options mo = {.dir = s->model_dir,
                             .attention = &s->attention,
                             .moe_runner = s->runner,
+                            .tune_file = nbi_tune_place(s->tune_file),
                             .verify_scales = true};
     NB_TRY(nbi_model_open(&s->model, s->backend, &mo, err));
     NB_TRY(check_ids(s, err));
@@ -270,6 +272,7 @@ int nbi_cmd_score(int argc, char **argv)
         {"kv-cache-dtype", NBI_OPT_STRING, &s.kv_dtype, "TYPE",
          "auto (default: f32 at level reference, else bf16), bf16, f32", false},
         {"moe-runner-backend", NBI_OPT_STRING, &s.runner, "NAME", "default auto", false},
+        NBI_TUNE_OPTION_ROW(s.tune_file),
         NBI_ATTENTION_OPTION_ROWS(s.attention.backend, s.attention.prefill, s.attention.decode,
                                   s.attention.sparse_prefill, s.attention.sparse_decode),
         NBI_MLA_OPTION_ROWS(s.attention.mla_prefill, s.attention.mla_block),

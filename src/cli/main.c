@@ -25,6 +25,7 @@ static const struct row {
     {"serve", nbi_cmd_serve, "the OpenAI API over HTTP"},
     {"synth", nbi_cmd_synth, "a checkpoint of random weights in the shape of a real model"},
     {"tokenize", nbi_cmd_tokenize, "text to token ids and back"},
+    {"tune", nbi_cmd_tune, "which MoE runner is fastest here, for serve to choose"},
 };
 
 static void print_help(FILE *to)

@@ -48,6 +48,7 @@ int nbi_run_options_apply(nbi_run_options *o, const nbi_command *command)
     o->engine.model_dir = o->model;
     if (o->overlap) o->engine.overlap_schedule = "on";
     if (o->no_overlap) o->engine.overlap_schedule = "off";
+    o->engine.tune_file = nbi_tune_place(o->engine.tune_file);
     return -1;
 }
 

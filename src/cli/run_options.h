@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cli/attention_options.h"
+#include "cli/tune_options.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -42,6 +43,7 @@ typedef struct nbi_run_options {
          "NAME",                                                                                   \
          "auto (default), a runner's name or SGLang's name for one",                               \
          false},                                                                                   \
+        NBI_TUNE_OPTION_ROW((o)->engine.tune_file),                                                \
         NBI_ATTENTION_OPTION_ROWS((o)->engine.attention, (o)->engine.prefill_attention,            \
                                   (o)->engine.decode_attention, (o)->engine.dsa_prefill,           \
                                   (o)->engine.dsa_decode),                                         \

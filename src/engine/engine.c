@@ -1,6 +1,7 @@
 /* Opening an engine: options, memory plan, the thread; and the small read-only calls. */
 #include "engine/engine.h"
 
+#include <assert.h>
 #include <errno.h>
 #include <stdio.h>
 #include <string.h>
@@ -81,6 +82,7 @@ static nb_status copy_options(nb_engine *e, const nb_engine_options *o, nb_error
     e->options.model_dir = keep_string(e, o->model_dir, "");
     e->options.device = keep_string(e, o->device, "auto");
     e->options.moe_runner = keep_string(e, o->moe_runner, "auto");
+    if (o->tune_file) e->options.tune_file = keep_string(e, o->tune_file, "");
     e->options.cpu_level = keep_string(e, o->cpu_level, "auto");
     e->options.activations = keep_string(e, o->activations, "weight-only");
     e->options.kv_dtype = keep_string(e, o->kv_dtype, "auto");
@@ -169,6 +171,7 @@ static nb_status open_model(nb_engine *e, nb_error *err)
     nbi_model_options mo = {.dir = e->options.model_dir,
                             .attention = &attention,
                             .moe_runner = e->options.moe_runner,
+                            .tune_file = e->options.tune_file,
                             .progress = e->options.progress,
                             .progress_user = e->options.progress_user,
                             .verify_scales = true,
@@ -463,6 +466,7 @@ void nb_engine_get_info(const nb_engine *e, nb_engine_info *info)
                              .family = nbi_family_name(c->family),
                              .device = e->backend->description,
                              .moe_runner = nbi_model_runner(e->model),
+                             .moe_choice_source = nbi_model_moe_source(e->model),
                              .n_layers = c->n_layers,
                              .vocab_size = c->vocab,
                              .max_context = e->max_context,
@@ -479,6 +483,12 @@ void nb_engine_get_info(const nb_engine *e, nb_engine_info *info)
                              .eos_ids = c->eos,
                              .n_eos = c->n_eos,
                              .has_tokenizer = e->tokenizer != NULL};
+    static_assert(NBI_MOE_BUCKETS <= NB_MOE_CHOICES_MAX, "every bucket is a choice");
+    const nbi_moe_table *t = nbi_model_moe_table(e->model);
+    info->n_moe_choices = t->n;
+    for (uint32_t i = 0; i < t->n; i++)
+        info->moe_choices[i] =
+            (nb_moe_choice){.max_rows = t->buckets[i].rows, .runner = t->buckets[i].runner->name};
 }
 
 void nb_engine_get_stats(nb_engine *e, nb_engine_stats *stats)

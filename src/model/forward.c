@@ -61,7 +61,7 @@ static size_t carve(nbi_workspace *ws, const nbi_model *m, uint32_t T, uint32_t 
         {&ws->router_logits, T * c->n_experts * f32},
         {&ws->expert_ids, T * c->top_k * i32},
         {&ws->expert_weights, T * c->top_k * f32},
-        {&ws->moe, shape ? m->runner->workspace_bytes(m->b, shape, T) : 0},
+        {&ws->moe, shape ? nbi_moe_table_workspace(&m->moe_table, m->b, shape, T) : 0},
         {&ws->last, R * c->hidden * act},
         {&ws->logits, (size_t)R * c->vocab * f32},
         {&ws->cos, T * (c->rope.dim / 2) * f32},
@@ -350,13 +350,14 @@ static void moe(step *s, const nbi_moe_weights *w)
                                              .softmax = c->scoring == NBI_SCORING_SOFTMAX,
                                              .norm_topk = c->norm_topk,
                                              .routed_scale = c->routed_scale});
-    s->m->runner->run(s->b, w->prepared,
-                      &(nbi_moe_args){.out = ws->delta,
-                                      .x = ws->xn,
-                                      .ids = ws->expert_ids,
-                                      .weights = ws->expert_weights,
-                                      .n_rows = T,
-                                      .workspace = ws->moe});
+    nbi_moe_table_runner(s->m->table_now, T)
+        ->run(s->b, w->prepared,
+              &(nbi_moe_args){.out = ws->delta,
+                              .x = ws->xn,
+                              .ids = ws->expert_ids,
+                              .weights = ws->expert_weights,
+                              .n_rows = T,
+                              .workspace = ws->moe});
     if (!w->shared.inter) return;
     mlp(s, ws->shared, ws->xn, &w->shared);
     s->b->ops->add(

@@ -7,7 +7,6 @@
 #include <stdio.h>
 #include <string.h>
 
-#include "base/clock.h"
 #include "model/gate_parts.h"
 #include "moe/runners.h"
 
@@ -19,7 +18,6 @@
 #define COLS_BRIEF 32u
 #define PIECE      32u /* rows of gate and up that a thread takes */
 #define TIME_ROWS  64u
-#define TIME_CALLS 8u
 #define SLOW_CALL  0.05 /* seconds: more rows are not timed */
 
 typedef struct moe_case {
@@ -35,6 +33,8 @@ typedef struct moe_case {
     double *want;     /* [T][n_cols] */
     uint32_t *slot;   /* [T][top_k] place in `experts` */
     nbi_gate_buffer x, ids, weights, out;
+    const nbi_moe_runner_ops *like; /* the first runner that was right, */
+    float *like_row;                /* [hidden] and its first row */
     void *block;
     bool no_memory;
 } moe_case;
@@ -53,7 +53,8 @@ static nb_status open_case(moe_case *c, nb_error *err)
                  {&c->products, (size_t)c->used * BASES * 2 * s->inter * sizeof *c->products},
                  {&c->h, (size_t)c->T * s->top_k * s->inter * sizeof *c->h},
                  {&c->want, (size_t)c->T * c->n_cols * sizeof *c->want},
-                 {&c->slot, (size_t)c->T * s->top_k * sizeof *c->slot}};
+                 {&c->slot, (size_t)c->T * s->top_k * sizeof *c->slot},
+                 {&c->like_row, s->hidden * sizeof *c->like_row}};
     for (size_t i = 0; i < sizeof parts / sizeof *parts; i++) nbi_plan_add(&plan, parts[i].bytes);
     c->block = nbi_calloc(1, plan.bytes);
     if (!c->block) return nbi_fail(err, NB_NO_MEMORY, "check: out of memory");
@@ -245,6 +246,20 @@ static double row_error(const moe_case *c, uint32_t t)
     return nbi_gate_error(got, c->want + (size_t)t * c->n_cols, c->n_cols);
 }
 
+/* Runners of one class take turns in a model: the first row of each must have the same bits. */
+static void compare_class(moe_case *c, const nbi_moe_runner_ops *r, const float *row,
+                          nbi_gate_result *out)
+{
+    const size_t bytes = c->e->shape.hidden * sizeof *row;
+    if (!c->like) {
+        c->like = r;
+        memcpy(c->like_row, row, bytes);
+    } else if (nbi_moe_same_class(r, c->like) && memcmp(c->like_row, row, bytes) != 0) {
+        snprintf(out->why, sizeof out->why, "a row has other bits than with runner %s",
+                 c->like->name);
+    }
+}
+
 /* All rows together, then the first alone and the next two. */
 static nb_status check_rows(moe_case *c, const nbi_moe_runner_ops *r, const nbi_moe_layer *layer,
                             uint32_t T, void *workspace, nbi_gate_result *out, nb_error *err)
@@ -268,77 +283,9 @@ static nb_status check_rows(moe_case *c, const nbi_moe_runner_ops *r, const nbi_
     if (st == NB_OK && memcmp(together, c->out.host, again * row) != 0 && out->error <= out->bound)
         snprintf(out->why, sizeof out->why, "a row alone has other bits than the same row among %u",
                  T);
+    else if (st == NB_OK && out->error <= out->bound)
+        compare_class(c, r, together, out);
     nbi_free(together);
-    return st;
-}
-
-static uint64_t expert_bytes(const nbi_moe_experts *e)
-{
-    return nbi_matrix_bytes(&e->gate[0]) + nbi_matrix_bytes(&e->up[0]) +
-           nbi_matrix_bytes(&e->down[0]);
-}
-
-/* Distinct experts per row, others in every call; returns the distinct experts of all calls. */
-static uint64_t spread_ids(moe_case *c, int32_t *ids, uint32_t rows)
-{
-    const nbi_moe_shape *s = &c->e->shape;
-    uint64_t distinct = 0;
-    for (uint32_t n = 0; n < TIME_CALLS; n++) {
-        bool seen[1024] = {false};
-        for (uint32_t t = 0; t < rows; t++) {
-            uint32_t id = nbi_gate_below(c->g, s->n_experts);
-            const uint32_t step = 1 + nbi_gate_below(c->g, s->n_experts / s->top_k);
-            for (uint32_t i = 0; i < s->top_k; i++, id = (id + step) % s->n_experts) {
-                *ids++ = (int32_t)id;
-                distinct += id < 1024 && !seen[id];
-                if (id < 1024) seen[id] = true;
-            }
-        }
-    }
-    return distinct;
-}
-
-static nb_status time_runner(moe_case *c, const nbi_moe_runner_ops *r, const nbi_moe_layer *layer,
-                             uint32_t rows, nbi_gate_result *out, nb_error *err)
-{
-    const nbi_moe_shape *s = &c->e->shape;
-    nbi_backend *b = c->g->b;
-    const size_t k = (size_t)rows * s->top_k, width = (size_t)rows * s->hidden;
-    nbi_gate_buffer x = {0}, ids = {0}, weights = {0}, y = {0}, ws = {0};
-    nb_status st;
-    NB_TRY_OR(st, nbi_gate_buffer_open(c->g, &x, width * sizeof(float), err), done);
-    NB_TRY_OR(st, nbi_gate_buffer_open(c->g, &y, width * sizeof(float), err), done);
-    NB_TRY_OR(st, nbi_gate_buffer_open(c->g, &ids, TIME_CALLS * k * sizeof(int32_t), err), done);
-    NB_TRY_OR(st, nbi_gate_buffer_open(c->g, &weights, k * sizeof(float), err), done);
-    NB_TRY_OR(st, nbi_gate_buffer_open(c->g, &ws, r->workspace_bytes(b, s, rows), err), done);
-    nbi_gate_fill(c->g, x.host, width);
-    for (size_t i = 0; i < k; i++) ((float *)weights.host)[i] = 0.125f;
-    const uint64_t distinct = spread_ids(c, ids.host, rows);
-    nbi_gate_up(c->g, &x);
-    nbi_gate_up(c->g, &ids);
-    nbi_gate_up(c->g, &weights);
-    uint64_t begin = 0;
-    for (uint32_t n = 0; n <= TIME_CALLS; n++) { /* the first one warms */
-        if (n == 1) NB_TRY_OR(st, b->ops->sync(b, err), done);
-        if (n == 1) begin = nbi_now_ns();
-        r->run(b, layer,
-               &(nbi_moe_args){.out = y.device,
-                               .x = x.device,
-                               .ids = (const int32_t *)ids.device + n % TIME_CALLS * k,
-                               .weights = weights.device,
-                               .n_rows = rows,
-                               .workspace = ws.device});
-    }
-    st = b->ops->sync(b, err);
-    out->seconds = 1e-9 * (double)(nbi_now_ns() - begin) / TIME_CALLS;
-    out->bytes = distinct * expert_bytes(c->e) / TIME_CALLS;
-    out->rows = rows;
-done:
-    nbi_gate_buffer_close(c->g, &x);
-    nbi_gate_buffer_close(c->g, &y);
-    nbi_gate_buffer_close(c->g, &ids);
-    nbi_gate_buffer_close(c->g, &weights);
-    nbi_gate_buffer_close(c->g, &ws);
     return st;
 }
 
@@ -357,7 +304,7 @@ static nb_status try_prepared(moe_case *c, const nbi_moe_runner_ops *r, const nb
         return st;
     }
     for (uint32_t rows = 1; st == NB_OK && rows <= (slow ? 1 : TIME_ROWS); rows *= 8) {
-        st = time_runner(c, r, layer, rows, out, err);
+        st = nbi_gate_time(c->g, c->e, r, layer, rows, 1, out, err);
         if (st == NB_OK) nbi_gate_say(c->g, out);
         if (out->seconds > SLOW_CALL) break;
     }
@@ -369,7 +316,7 @@ static nb_status try_runner(moe_case *c, const nbi_moe_runner_ops *r, bool run, 
     nbi_model *m = c->g->m;
     const nbi_moe_shape *s = &c->e->shape;
     nbi_gate_result out = {.kind = "runner",
-                           .chosen = r == m->runner,
+                           .chosen = nbi_moe_table_has(&m->moe_table, r),
                            .not_run = !run,
                            .bound = nbi_gate_bound(s->w4a4)};
     snprintf(out.path, sizeof out.path, "%s", r->name);
@@ -391,8 +338,13 @@ static nb_status try_runner(moe_case *c, const nbi_moe_runner_ops *r, bool run, 
 /* The runners that serving does not take: could they? */
 static nb_status ask_others(moe_case *c, nb_error *err)
 {
-    for (const nbi_moe_runner_ops *const *r = nbi_moe_runners(); *r; r++)
-        if (strcmp((*r)->name, c->g->m->runner->name) != 0) NB_TRY(try_runner(c, *r, false, err));
+    const nbi_moe_table *t = &c->g->m->moe_table;
+    for (const nbi_moe_runner_ops *const *r = nbi_moe_runners(); *r; r++) {
+        bool taken = false;
+        for (uint32_t i = 0; i < t->n; i++)
+            taken = taken || strcmp((*r)->name, t->buckets[i].runner->name) == 0;
+        if (!taken) NB_TRY(try_runner(c, *r, false, err));
+    }
     return NB_OK;
 }
 
@@ -400,15 +352,21 @@ static nb_status try_runners(moe_case *c, nb_error *err)
 {
     nbi_model *m = c->g->m;
     const char *name = c->g->opt->runner;
-    const nbi_moe_runner_ops *named = m->runner;
-    if (!name || strcmp(name, "all") != 0) {
-        if (name) NB_TRY(nbi_moe_runner_choose(&named, name, m->b, &c->e->shape, err));
-        NB_TRY(try_runner(c, named, true, err));
-        return c->g->opt->brief && !name ? ask_others(c, err) : NB_OK;
+    const nbi_moe_table *t = &m->moe_table;
+    if (name && strcmp(name, "all") != 0) {
+        const nbi_moe_runner_ops *named = NULL;
+        NB_TRY(nbi_moe_runner_choose(&named, name, m->b, &c->e->shape, err));
+        return try_runner(c, named, true, err);
     }
-    for (const nbi_moe_runner_ops *const *r = nbi_moe_runners(); *r; r++)
+    for (const nbi_moe_runner_ops *const *r = nbi_moe_runners(); name && *r; r++)
         NB_TRY(try_runner(c, *r, true, err));
-    return NB_OK;
+    for (uint32_t i = 0; !name && i < t->n; i++) {
+        bool before = false;
+        for (uint32_t k = 0; k < i; k++)
+            before = before || t->buckets[k].runner == t->buckets[i].runner;
+        if (!before) NB_TRY(try_runner(c, t->buckets[i].runner, true, err));
+    }
+    return c->g->opt->brief && !name ? ask_others(c, err) : NB_OK;
 }
 
 nb_status nbi_gate_moe(nbi_gate *g, nb_error *err)

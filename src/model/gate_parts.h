@@ -56,6 +56,13 @@ double nbi_gate_bound(bool w4a4);
 /* Decides `ok` and reports. */
 void nbi_gate_say(nbi_gate *g, nbi_gate_result *r);
 
+/* gate_time.c: seconds, bytes and rows of one call of a runner with `rows` rows whose routing is
+ * spread over the experts, others in every call: the least of `repeats` means. A call that takes a
+ * second is its own mean. */
+nb_status nbi_gate_time(nbi_gate *g, const nbi_moe_experts *e, const nbi_moe_runner_ops *r,
+                        const nbi_moe_layer *layer, uint32_t rows, uint32_t repeats,
+                        nbi_gate_result *out, nb_error *err);
+
 /* gate_moe.c, gate_linear.c, gate_mlp.c, gate_attention.c */
 nb_status nbi_gate_moe(nbi_gate *g, nb_error *err);
 nb_status nbi_gate_linear(nbi_gate *g, nb_error *err);

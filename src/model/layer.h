@@ -45,7 +45,7 @@ typedef struct nbi_moe_weights {
     nbi_weight *router;       /* [E, H] */
     const float *router_bias; /* [E] or NULL */
     nbi_moe_experts experts;  /* canonical views, [E] each */
-    nbi_moe_layer *prepared;  /* of the runner */
+    nbi_moe_layer *prepared;  /* of the runners */
     nbi_mlp_weights shared;
 } nbi_moe_weights;
 
@@ -83,7 +83,7 @@ typedef struct nbi_workspace {
     float *router_logits;          /* [T, E] */
     int32_t *expert_ids;           /* [T, top_k] */
     float *expert_weights;         /* [T, top_k] */
-    void *moe;                     /* the runner's */
+    void *moe;                     /* the runners' */
     void *last;                    /* [R, H] normed rows for the head */
     float *logits;                 /* [R, V] */
     float *cos, *sin;              /* [T, rope dim / 2] */
@@ -105,13 +105,17 @@ struct nbi_model {
     nbi_quant quant;
     nbi_checkpoint *ckpt;
     nbi_arena arena;                  /* names, views, layers, host vectors */
-    const nbi_moe_runner_ops *runner; /* NULL without experts */
-    uint32_t n_layers;                /* main stack */
-    uint32_t expanded_block;          /* 0: latent attention is absorbed throughout */
-    bool has_mtp;                     /* the files hold the layer */
-    bool can_draft;    /* and it was asked for: cache and workspace have room for it */
-    bool draft_listed; /* the last draft pass behind a forward has left lists in ws.select */
-    nbi_layer *layers; /* [n_layers + has_mtp] */
+    const nbi_moe_runner_ops *runner; /* of moe_table, prepares for all; NULL without experts */
+    nbi_moe_table moe_table;          /* runners by rows of a step */
+    const nbi_moe_table *table_now;   /* moe_table, or timed_table */
+    const char *moe_source;           /* "named", "rule", "tuned" */
+    char moe_names[96];
+    uint32_t n_layers;       /* main stack */
+    uint32_t expanded_block; /* 0: latent attention is absorbed throughout */
+    bool has_mtp;            /* the files hold the layer */
+    bool can_draft;          /* and it was asked for: cache and workspace have room for it */
+    bool draft_listed;       /* the last draft pass behind a forward has left lists in ws.select */
+    nbi_layer *layers;       /* [n_layers + has_mtp] */
     nbi_mtp_weights mtp;
     nbi_weight *embed, *head; /* [V, H]; the same object when tied */
     const float *final_norm;
@@ -125,8 +129,8 @@ struct nbi_model {
     uint64_t
         expert_bytes_per_layer_sum; /* of one expert, summed over sparse layers of the main stack */
     uint64_t *expert_bytes;         /* [n_layers + has_mtp] of one expert, 0 in dense layers */
-    nbi_moe_runner_ops timed_runner; /* `runner` while a step is timed (timed_runner.c) */
-    const nbi_moe_runner_ops *own_runner;
+    nbi_moe_runner_ops timed_runner; /* what steps call while they are timed (timed_runner.c) */
+    nbi_moe_table timed_table;
     nbi_workspace ws;
 };
 

@@ -147,7 +147,17 @@ const nbi_config *nbi_model_config(const nbi_model *m)
 
 const char *nbi_model_runner(const nbi_model *m)
 {
-    return m->runner ? m->runner->name : "none";
+    return m->runner ? m->moe_names : "none";
+}
+
+const nbi_moe_table *nbi_model_moe_table(const nbi_model *m)
+{
+    return &m->moe_table;
+}
+
+const char *nbi_model_moe_source(const nbi_model *m)
+{
+    return m->moe_source ? m->moe_source : "rule";
 }
 
 bool nbi_model_can_draft(const nbi_model *m)

@@ -6,7 +6,7 @@
 #include "backend/timing.h"
 #include "format/config.h"
 #include "format/quant.h"
-#include "moe/runner.h"
+#include "moe/table.h"
 #include "tensor/load.h"
 
 #ifdef __cplusplus
@@ -17,7 +17,10 @@ typedef struct nbi_model nbi_model;
 
 typedef struct nbi_model_options {
     const char *dir;
-    const char *moe_runner;
+    const char *moe_runner; /* NULL: auto */
+    /* With runner auto: what `nibble tune` has written, a file or a folder of such files
+     * (nbi_tune_path()); NULL: none is looked for. One that does not fit is logged and not used. */
+    const char *tune_file;
     const nbi_attention_names *attention; /* NULL: auto */
     nb_progress progress;
     void *progress_user;
@@ -34,7 +37,10 @@ nb_status nbi_model_open(nbi_model **out, nbi_backend *b, const nbi_model_option
 void nbi_model_close(nbi_model **model);
 
 const nbi_config *nbi_model_config(const nbi_model *model);
-const char *nbi_model_runner(const nbi_model *model); /* name in use, "none" */
+const char *nbi_model_runner(const nbi_model *model);             /* names in use, "a+b"; "none" */
+const nbi_moe_table *nbi_model_moe_table(const nbi_model *model); /* n 0 without experts */
+/* Why these: "named", "rule" or "tuned". */
+const char *nbi_model_moe_source(const nbi_model *model);
 /* Positions of a prompt of so many tokens whose rows attend in MLA's expanded form
  * (nbi_batch.expanded): whole blocks from the front. */
 uint32_t nbi_model_expanded(const nbi_model *model, uint32_t n_prompt);

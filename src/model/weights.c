@@ -9,6 +9,7 @@
 
 #include "base/log.h"
 #include "model/layer.h"
+#include "moe/tune_file.h"
 
 #define NAME_MAX_BYTES 256
 
@@ -287,15 +288,76 @@ static nb_status check_expert_kinds(const nbi_moe_experts *x, nb_error *err)
     return NB_OK;
 }
 
-static nb_status choose_runner(loader *ld, const nbi_moe_shape *shape, nb_error *err)
+/* What `nibble tune` has found, else false with one line why not. */
+static bool tuned_table(loader *ld, const nbi_moe_shape *shape, nbi_moe_table *out)
+{
+    const nbi_model *m = ld->m;
+    nb_error why = {.text = "out of memory"};
+    if (!ld->opt->tune_file) return false;
+    const nbi_tune_key key = nbi_tune_key_of(m->b, shape);
+    char *file = nbi_tune_path(ld->opt->tune_file, &key);
+    nb_status st = NB_NO_MEMORY;
+    if (file) st = nbi_tune_read(out, file, &key, m->b, &why);
+    if (st == NB_OK)
+        nbi_log(NB_LOG_INFO, "MoE runners are those of %s", file);
+    else if (st == NB_NOT_FOUND)
+        nbi_log(NB_LOG_INFO, "MoE runners by rule: `nibble tune` has not measured this model here");
+    else
+        nbi_log(NB_LOG_WARN, "MoE runners by rule: %s", why.text);
+    nbi_free(file);
+    return st == NB_OK;
+}
+
+/* At the first layer with experts. */
+static nb_status choose_runners(loader *ld, const nbi_moe_shape *shape, nb_error *err)
 {
     nbi_model *m = ld->m;
     const char *asked = ld->opt->moe_runner ? ld->opt->moe_runner : "auto";
-    if (!m->runner) return nbi_moe_runner_choose(&m->runner, asked, m->b, shape, err);
+    const bool is_auto = strcmp(asked, "auto") == 0;
+    if (is_auto && tuned_table(ld, shape, &m->moe_table)) {
+        m->runner = m->moe_table.buckets[0].runner;
+        m->moe_source = "tuned";
+    } else {
+        NB_TRY(nbi_moe_runner_choose(&m->runner, asked, m->b, shape, err));
+        nbi_moe_table_one(&m->moe_table, m->runner);
+        m->moe_source = is_auto ? "rule" : "named";
+    }
+    m->table_now = &m->moe_table;
+    char text[256];
+    nbi_moe_table_names(&m->moe_table, m->moe_names, sizeof m->moe_names);
+    nbi_moe_table_text(&m->moe_table, text, sizeof text);
+    nbi_log(NB_LOG_INFO, "MoE runners (%s): %s", m->moe_source, text);
+    return NB_OK;
+}
+
+/* Measured were the first layer's experts; another layer's kinds may be beyond a runner. Another of
+ * its class gives the same bits. */
+static const nbi_moe_runner_ops *stand_in(const nbi_model *m, const nbi_moe_runner_ops *of,
+                                          const nbi_moe_shape *shape)
+{
     char why[256];
-    if (m->runner->supports(m->b, shape, why, sizeof why)) return NB_OK;
-    return nbi_fail(err, NB_UNSUPPORTED, "MoE runner %s cannot run every layer of this model: %s",
-                    m->runner->name, why);
+    for (const nbi_moe_runner_ops *const *r = nbi_moe_runners(); *r; r++)
+        if (nbi_moe_same_class(*r, of) && (*r)->supports(m->b, shape, why, sizeof why)) return *r;
+    return NULL;
+}
+
+static nb_status check_runners(loader *ld, const nbi_moe_shape *shape, nb_error *err)
+{
+    nbi_model *m = ld->m;
+    char why[256];
+    if (!m->runner) NB_TRY(choose_runners(ld, shape, err));
+    for (uint32_t i = 0; i < m->moe_table.n; i++) {
+        const nbi_moe_runner_ops **r = &m->moe_table.buckets[i].runner;
+        if ((*r)->supports(m->b, shape, why, sizeof why)) continue;
+        const nbi_moe_runner_ops *other = m->moe_table.n > 1 ? stand_in(m, *r, shape) : NULL;
+        if (!other)
+            return nbi_fail(err, NB_UNSUPPORTED,
+                            "MoE runner %s cannot run every layer of this model: %s", (*r)->name,
+                            why);
+        nbi_log(NB_LOG_WARN, "MoE runner %s instead of %s: %s", other->name, (*r)->name, why);
+        *r = other;
+    }
+    return NB_OK;
 }
 
 static nb_status load_experts(loader *ld, nbi_moe_weights *w, uint32_t layer, bool counted,
@@ -323,7 +385,7 @@ static nb_status load_experts(loader *ld, nbi_moe_weights *w, uint32_t layer, bo
                                        .kind_down = part[2]->kind};
     NB_TRY(check_expert_kinds(&w->experts, err));
     if (ld->opt->verify_scales) NB_TRY(check_experts(ld, &w->experts, err));
-    NB_TRY(choose_runner(ld, &w->experts.shape, err));
+    NB_TRY(check_runners(ld, &w->experts.shape, err));
     NB_TRY(m->runner->prepare(m->b, &w->prepared, &w->experts, err));
     m->expert_bytes[layer] = bytes / c->n_experts;
     if (counted) m->expert_bytes_per_layer_sum += bytes / c->n_experts;

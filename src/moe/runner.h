@@ -44,6 +44,9 @@ typedef struct nbi_moe_runner_ops {
     const char *name;           /* "cpu" */
     const char *const *aliases; /* NULL-terminated; may be NULL */
     const char *summary;        /* one line for `inspect` and `check` */
+    /* Numerics class: runners of one class give a row the same bits, and share prepare(), release()
+     * and so the prepared layer. Only such runners may take turns in a model (table.h). */
+    const char *numerics;
 
     /* Can it run this shape on this backend? When not, `why` gets the sentence. */
     bool (*supports)(const nbi_backend *b, const nbi_moe_shape *shape, char *why, size_t why_bytes);

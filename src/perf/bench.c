@@ -93,6 +93,7 @@ static nb_status open_all(bench *b, nb_error *err)
     const nbi_model_options mo = {.dir = o->dir,
                                   .attention = &o->attention,
                                   .moe_runner = o->moe_runner ? o->moe_runner : "auto",
+                                  .tune_file = o->tune_file,
                                   .verify_scales = true};
     NB_TRY(nbi_model_open(&b->model, b->b, &mo, err));
     const nbi_config *c = nbi_model_config(b->model);

@@ -13,6 +13,7 @@ typedef struct nbi_bench_options {
     const char *dir;
     const char *device;     /* NULL: cpu */
     const char *moe_runner; /* NULL: auto */
+    const char *tune_file;  /* as nbi_model_options has it */
     nbi_attention_names attention;
     nbi_backend_options backend;
     nbi_dtype kv_dtype;
@@ -40,7 +41,7 @@ typedef struct nbi_bench_result {
     double gmac_per_s;     /* attention over the cache left out */
     uint64_t weight_bytes;
     uint32_t n_threads; /* 0: not a CPU */
-    char runner[32], device[64];
+    char runner[96], device[64];
     /* with breakdown */
     nbi_breakdown breakdown;
     double timed_ms_per_token; /* of the timed repeats: median, measured from outside */

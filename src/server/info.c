@@ -146,6 +146,24 @@ static nb_status write_states(const nbi_served *served, nbi_buf *out)
                         1.0 + (double)s.draft_accepted / (double)s.draft_steps);
 }
 
+/* max_rows null: steps of any more rows. */
+static nb_status write_choices(const nb_engine_info *info, nbi_buf *out)
+{
+    NB_TRY(nbi_buf_addf(out, ",\"moe_runner_source\":\"%s\",\"moe_runner_choices\":[",
+                        info->moe_choice_source));
+    for (uint32_t i = 0; i < info->n_moe_choices; i++) {
+        const nb_moe_choice *c = &info->moe_choices[i];
+        NB_TRY(nbi_buf_addf(out, "%s{\"max_rows\":", i ? "," : ""));
+        if (c->max_rows == UINT32_MAX)
+            NB_TRY(nbi_buf_addf(out, "null"));
+        else
+            NB_TRY(nbi_buf_addf(out, "%u", c->max_rows));
+        NB_TRY(nbi_job_write_string(out, ",\"runner\":", c->runner, strlen(c->runner)));
+        NB_TRY(nbi_buf_addf(out, "}"));
+    }
+    return nbi_buf_addf(out, "]");
+}
+
 static nb_status write_server(const nbi_server *server, nbi_buf *out)
 {
     const nbi_served *served = server->served;
@@ -160,6 +178,7 @@ static nb_status write_server(const nbi_server *server, nbi_buf *out)
     NB_TRY(nbi_job_write_string(out, ",\"device\":", info->device, strlen(info->device)));
     NB_TRY(nbi_job_write_string(out, ",\"moe_runner_backend\":", info->moe_runner,
                                 strlen(info->moe_runner)));
+    NB_TRY(write_choices(info, out));
     NB_TRY(nbi_buf_addf(out,
                         ",\"max_total_num_tokens\":%llu,\"max_req_input_len\":%u,"
                         "\"uptime_seconds\":%.3f",

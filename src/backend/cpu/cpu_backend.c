@@ -7,6 +7,21 @@
 
 #include "backend/cpu/cpu_backend.h"
 
+/* As Linux names the processor; "" where it names none. */
+static void read_model(char *out, size_t n)
+{
+    char line[256];
+    FILE *f = fopen("/proc/cpuinfo", "re");
+    out[0] = '\0';
+    while (f && !out[0] && fgets(line, sizeof line, f)) {
+        const char *name = strchr(line, ':');
+        if (strncmp(line, "model name", 10) != 0 || !name) continue;
+        line[strcspn(line, "\n")] = '\0';
+        snprintf(out, n, "%.90s", name + 1 + (name[1] == ' '));
+    }
+    if (f) fclose(f);
+}
+
 static nb_status cpu_open(nbi_backend **out, const nbi_backend_options *opt, nb_error *err)
 {
     const nbi_backend_options defaults = {.cpu_level = NBI_CPU_LEVEL_COUNT};
@@ -24,6 +39,7 @@ static nb_status cpu_open(nbi_backend **out, const nbi_backend_options *opt, nb_
     const unsigned n = nbi_pool_threads(cpu->pool);
     snprintf(cpu->base.description, sizeof cpu->base.description, "cpu (%s, %u thread%s)",
              nbi_cpu_level_name(cpu->level), n, n == 1 ? "" : "s");
+    read_model(cpu->base.driver, sizeof cpu->base.driver);
     *out = &cpu->base;
     return NB_OK;
 fail:

@@ -56,6 +56,7 @@ static nb_status cuda_open(nbi_backend **out, const nbi_backend_options *opt, nb
     c->base.sm = static_cast<uint32_t>(c->rt.sm);
     snprintf(c->base.description, sizeof c->base.description, "cuda (%.40s, sm_%d)", c->rt.name,
              c->rt.sm);
+    snprintf(c->base.driver, sizeof c->base.driver, "%s", c->rt.driver);
     *out = &c->base;
     return NB_OK;
 }

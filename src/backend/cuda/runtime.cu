@@ -30,6 +30,21 @@ static bool ok(nbi_rt *rt, const char *what, cudaError_t e)
     return false;
 }
 
+/* The kernel module's version where it can be read, and the CUDA version of the driver. */
+static void read_driver(nbi_rt *rt)
+{
+    int cuda = 0;
+    char module[48] = "";
+    if (cudaDriverGetVersion(&cuda) != cudaSuccess) cuda = 0;
+    if (FILE *f = fopen("/sys/module/nvidia/version", "re")) {
+        if (!fgets(module, sizeof module, f)) module[0] = '\0';
+        fclose(f);
+    }
+    module[strcspn(module, "\n")] = '\0';
+    snprintf(rt->driver, sizeof rt->driver, "%s%sCUDA %d.%d", module, module[0] ? ", " : "",
+             cuda / 1000, cuda % 1000 / 10);
+}
+
 static bool read_device(nbi_rt *rt)
 {
     cudaDeviceProp p;
@@ -39,6 +54,7 @@ static bool read_device(nbi_rt *rt)
     rt->l2_bytes = (size_t)p.l2CacheSize;
     rt->shared_max = p.sharedMemPerBlockOptin;
     snprintf(rt->name, sizeof rt->name, "%.60s", p.name);
+    read_driver(rt);
     cudaFuncAttributes a;
     const cudaError_t e = cudaFuncGetAttributes(&a, (const void *)probe_kernel);
     if (e == cudaSuccess) return true;

@@ -26,6 +26,7 @@ struct nbi_rt {
     size_t l2_bytes;
     size_t shared_max; /* dynamic shared memory a block can have */
     char name[64];
+    char driver[96];              /* "580.65.06, CUDA 13.0" */
     char error[NBI_RT_ERROR_MAX]; /* "" while all is well */
     bool recording;
     uint64_t n_calls; /* that may have changed device memory, or may be done again: while it stays,

@@ -19,6 +19,7 @@ bool nbi_rt_open(nbi_rt *rt)
     rt->l2_bytes = 1u << 20;
     rt->shared_max = 227u << 10;
     snprintf(rt->name, sizeof rt->name, "emulated on the CPU");
+    snprintf(rt->driver, sizeof rt->driver, "none");
     return true;
 }
 

@@ -345,6 +345,7 @@ const nbi_moe_runner_ops nbi_moe_runner_cpu = {
     .size = sizeof(nbi_moe_runner_ops),
     .name = "cpu",
     .summary = "rows grouped by expert, weights read once per step from the mapped file",
+    .numerics = "cpu",
     .supports = supports,
     .prepare = nbi_moe_mapped_prepare,
     .release = nbi_moe_mapped_release,

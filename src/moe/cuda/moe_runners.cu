@@ -19,6 +19,9 @@
 /* Pairs of an expert, on average, from which grouped products are ahead of streamed ones. */
 #define ROWS_PAIRS 12u
 
+/* Kernels agree in every bit: tests/cuda/test_cuda_moe.c. */
+#define NUMERICS "cuda"
+
 static bool supports_gemv(const nbi_backend *b, const nbi_moe_shape *s, char *why, size_t n)
 {
     if (!nbi_moe_cuda_supports(b, s, why, n)) return false;
@@ -109,6 +112,7 @@ const nbi_moe_runner_ops nbi_moe_runner_cuda = {
     .name = "cuda",
     .aliases = NULL,
     .summary = NBI_MOE_CUDA_SUMMARY,
+    .numerics = NUMERICS,
     .supports = supports_grouped,
     .prepare = nbi_moe_cuda_prepare,
     .release = nbi_moe_cuda_release,
@@ -122,6 +126,7 @@ const nbi_moe_runner_ops nbi_moe_runner_cuda_gemv = {
     .name = "cuda_gemv",
     .aliases = NULL,
     .summary = NBI_MOE_CUDA_GEMV_SUMMARY,
+    .numerics = NUMERICS,
     .supports = supports_gemv,
     .prepare = nbi_moe_cuda_prepare,
     .release = nbi_moe_cuda_release,
@@ -135,6 +140,7 @@ const nbi_moe_runner_ops nbi_moe_runner_cuda_stream = {
     .name = "cuda_stream",
     .aliases = NULL,
     .summary = NBI_MOE_CUDA_STREAM_SUMMARY,
+    .numerics = NUMERICS,
     .supports = supports_gemv,
     .prepare = nbi_moe_cuda_prepare,
     .release = nbi_moe_cuda_release,
@@ -148,6 +154,7 @@ const nbi_moe_runner_ops nbi_moe_runner_cuda_grouped = {
     .name = "cuda_grouped",
     .aliases = NULL,
     .summary = NBI_MOE_CUDA_GROUPED_SUMMARY,
+    .numerics = NUMERICS,
     .supports = supports_grouped,
     .prepare = nbi_moe_cuda_prepare,
     .release = nbi_moe_cuda_release,

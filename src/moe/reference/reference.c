@@ -100,6 +100,7 @@ const nbi_moe_runner_ops nbi_moe_runner_reference = {
     .size = sizeof(nbi_moe_runner_ops),
     .name = "reference",
     .summary = "plain C in double precision, one expert after the other: for checks",
+    .numerics = "reference",
     .supports = supports,
     .prepare = nbi_moe_mapped_prepare,
     .release = nbi_moe_mapped_release,
