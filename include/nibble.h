@@ -220,8 +220,9 @@ typedef enum nb_finish {
     NB_FINISH_STOP,   /* EOS, stop id or stop string */
     NB_FINISH_LENGTH, /* max_tokens or the context limit */
     NB_FINISH_CANCELLED,
-    NB_FINISH_ERROR,   /* see nb_request_error() */
-    NB_FINISH_TIMEOUT, /* timeout_ms was over; see nb_request_error() */
+    NB_FINISH_ERROR,      /* see nb_request_error() */
+    NB_FINISH_TIMEOUT,    /* timeout_ms was over; see nb_request_error() */
+    NB_FINISH_REPETITION, /* nb_sampling.repeat_count */
     NB_FINISH_COUNT
 } nb_finish;
 
@@ -452,6 +453,9 @@ typedef struct nb_sampling {
                                        thinking; behind them think_end is all that may come */
     int32_t think_begin, think_end; /* ids */
     int32_t think_call;             /* ends thinking too, as a tool call does; -1: none */
+    /* The answer ends where its last tokens are repeat_count times the same piece of repeat_min
+     * (0 is 1) to repeat_max tokens; not before min_tokens. repeat_count 0: off, else at least 2 */
+    uint32_t repeat_min, repeat_max, repeat_count;
 } nb_sampling;
 
 void nb_sampling_default(const nb_engine *engine, nb_sampling *sampling);

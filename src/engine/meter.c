@@ -156,7 +156,8 @@ void nbi_meter_end(nb_engine *e, const nb_request *r)
     nb_finish finish = r->finish == NB_FINISH_TIMEOUT ? NB_FINISH_ERROR : r->finish;
     if (r->count_as == NB_COUNT_PROMPT && finish == NB_FINISH_STOP) finish = NB_FINISH_LENGTH;
     if (r->count_as == NB_COUNT_NONE) return;
-    if (finish == NB_FINISH_STOP || finish == NB_FINISH_LENGTH) observe(e, r);
+    if (finish == NB_FINISH_STOP || finish == NB_FINISH_LENGTH || finish == NB_FINISH_REPETITION)
+        observe(e, r);
     pthread_mutex_lock(&e->lock);
     e->stats.requests_ended[finish]++;
     pthread_mutex_unlock(&e->lock);

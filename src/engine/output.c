@@ -163,6 +163,23 @@ static void flush_text(nb_request *r, nb_event *event, char *out)
     if (event->matched_string < 0) event->n_text += nbi_stop_flush(r->stop, out + event->n_text);
 }
 
+/* Is the end of the answer one piece, time after time? So it is where, over all but one of the
+ * times, every token is the one a piece before it. */
+static bool repeats(const nb_request *r, uint32_t n_tokens)
+{
+    const nb_sampling *s = &r->sampling;
+    const int32_t *last = r->tokens + n_tokens - 1;
+    uint32_t n = n_tokens - r->n_prompt;
+    if (!s->repeat_count) return false;
+    for (uint32_t size = s->repeat_min ? s->repeat_min : 1;
+         size <= s->repeat_max && size <= n / s->repeat_count; size++) {
+        uint32_t i = 0, all = size * (s->repeat_count - 1);
+        while (i < all && *(last - i) == *(last - i - size)) i++;
+        if (i == all) return true;
+    }
+    return false;
+}
+
 /* The token is the last of n_tokens, prompt and answer. */
 static void write_text(nb_engine *e, nb_request *r, nb_event *event, uint32_t n_tokens, char *out)
 {
@@ -180,6 +197,8 @@ static void write_text(nb_engine *e, nb_request *r, nb_event *event, uint32_t n_
         event->matched_id = event->id;
     } else if (n_tokens == r->n_max) {
         event->finish = NB_FINISH_LENGTH;
+    } else if (may_stop && repeats(r, n_tokens)) {
+        event->finish = NB_FINISH_REPETITION;
     }
     if (event->finish != NB_FINISH_NONE) flush_text(r, event, out);
 }

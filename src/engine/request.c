@@ -63,6 +63,10 @@ static nb_status check_sampling(const nb_engine *e, const nb_sampling *s, nb_err
                        "at most 64 ids"));
     NB_TRY(check_range(!s->max_tokens || s->min_tokens <= s->max_tokens, err, "min_tokens",
                        s->min_tokens, "at most max_tokens"));
+    NB_TRY(check_range(s->repeat_count != 1, err, "repetition_detection", s->repeat_count,
+                       "a count of at least 2"));
+    NB_TRY(check_range(s->repeat_min <= s->repeat_max, err, "repetition_detection", s->repeat_min,
+                       "at most the longest piece"));
     for (uint32_t i = 0; i < s->n_stop_strings; i++) {
         if (!s->stop_strings[i][0])
             return nbi_fail(err, NB_INVALID,

@@ -67,7 +67,7 @@ static nb_status read_prompt(nbi_job *job, const json_t *body, nbi_api_error *e)
     json_t *chat = NULL;
     job->separate_reasoning = job->include_reasoning = true;
     NB_TRY(nbi_params_read(&job->params, body, job->facts, 1, e));
-    NB_TRY(nbi_params_refuse_tokens(body, e));
+    NB_TRY(nbi_params_refuse_openai(body, e));
     NB_TRY(nbi_structured_read(&job->constraint, &job->arena, body, "", e));
     NB_TRY(nbi_structured_add_format(&job->constraint, &job->arena,
                                      nbi_field(body, "output_format"), "output_format", e));

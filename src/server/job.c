@@ -517,6 +517,10 @@ nb_status nbi_job_write_finish(const nbi_job *job, const nbi_choice *c, bool las
         return nbi_buf_addf(out, ",\"finish_reason\":\"tool_calls\",\"stop_reason\":null,"
                                  "\"matched_stop\":null");
     }
+    if (c->finish == NB_FINISH_REPETITION) {
+        return nbi_buf_addf(out, ",\"finish_reason\":\"repetition\","
+                                 "\"stop_reason\":\"repetition_detected\",\"matched_stop\":null");
+    }
     NB_TRY(nbi_buf_addf(out, ",\"finish_reason\":\"%s\"",
                         c->finish == NB_FINISH_STOP        ? "stop"
                         : c->finish == NB_FINISH_CANCELLED ? "abort"

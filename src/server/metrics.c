@@ -168,7 +168,8 @@ static nb_status write_requests(const page *p)
     } ends[] = {{"stop", NB_FINISH_STOP},
                 {"length", NB_FINISH_LENGTH},
                 {"abort", NB_FINISH_CANCELLED},
-                {"error", NB_FINISH_ERROR}};
+                {"error", NB_FINISH_ERROR},
+                {"repetition", NB_FINISH_REPETITION}};
     uint64_t all = 0;
     NB_TRY(head(p->out, "request_success_total", "counter", "Requests that have ended, by how."));
     for (size_t i = 0; i < sizeof ends / sizeof *ends; i++) {

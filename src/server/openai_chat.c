@@ -18,7 +18,7 @@ static nb_status read_logprobs(nbi_job *job, const json_t *body, nbi_api_error *
         return nbi_api_field(e, "top_logprobs", "only allowed when \"logprobs\" is true");
     }
     job->params.n_logprobs = on ? (int32_t)top : -1;
-    return nbi_params_read_tokens(&job->params, body, job->facts, e);
+    return nbi_params_read_openai(&job->params, body, job->facts, e);
 }
 
 /* vLLM's: when the last message is the assistant's, the answer begins with it. */

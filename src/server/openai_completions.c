@@ -32,7 +32,7 @@ static nb_status read(nbi_job *job, const json_t *body, nbi_api_error *e)
     p->n_logprobs = (int32_t)logprobs;
     if (p->beams && job->echo && logprobs >= 0)
         return nbi_api_field(e, "echo", "not together with \"use_beam_search\" and \"logprobs\"");
-    NB_TRY(nbi_params_read_tokens(p, body, facts, e));
+    NB_TRY(nbi_params_read_openai(p, body, facts, e));
     return nbi_prompts_check(nbi_field(body, "prompt"), "prompt", facts, e);
 }
 

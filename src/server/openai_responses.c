@@ -17,7 +17,7 @@ static nb_status read_fields(nbi_job *job, const json_t *body, nbi_api_error *e)
     int64_t max_tokens = -1, top_logprobs = 0;
     json_t *ignored = NULL;
     NB_TRY(nbi_params_read(p, body, job->facts, 1, e));
-    NB_TRY(nbi_params_refuse_tokens(body, e));
+    NB_TRY(nbi_params_refuse_openai(body, e));
     if (p->n != 1) return nbi_api_field(e, "n", "one answer is all that this API gives");
     NB_TRY(nbi_field_int(&max_tokens, body, "", "max_output_tokens", 1, UINT32_MAX, e));
     if (max_tokens >= 0) {

@@ -16,6 +16,7 @@ static const char *finish_word(const nbi_job *job, const nbi_choice *c)
 {
     if (c->done && c->finish == NB_FINISH_STOP) return c->answer.n_calls ? "tool_calls" : "stop";
     if (c->done && c->finish == NB_FINISH_LENGTH) return "length";
+    if (c->done && c->finish == NB_FINISH_REPETITION) return "repetition";
     if (c->done && c->finish == NB_FINISH_ERROR) return "error";
     return job->error.http == 500 ? "error" : "abort";
 }
@@ -25,7 +26,8 @@ static const char *finish_of(const nbi_job *job)
 {
     for (uint32_t i = 0; i < job->n_choices; i++) {
         const nbi_choice *c = &job->choices[i];
-        bool own = c->done && (c->finish == NB_FINISH_STOP || c->finish == NB_FINISH_LENGTH);
+        bool own = c->done && (c->finish == NB_FINISH_STOP || c->finish == NB_FINISH_LENGTH ||
+                               c->finish == NB_FINISH_REPETITION);
         if (!own) return finish_word(job, c);
     }
     return job->n_choices ? finish_word(job, &job->choices[0]) : "stop";

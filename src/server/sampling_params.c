@@ -31,14 +31,14 @@ static const neutral_field unsupported[] = {
     {"lora_path", NEUTRAL_NONE},
     {"custom_logit_processor", NEUTRAL_NONE},
     {"logits_processors", NEUTRAL_EMPTY},
-    {"repetition_detection", NEUTRAL_EMPTY},
     {"return_hidden_states", NEUTRAL_FALSE},
     {"return_routed_experts", NEUTRAL_FALSE},
     {"return_meta_info", NEUTRAL_FALSE},
 };
-/* Of what stands beside the tokens of an answer. */
-static const neutral_field token_fields[] = {
+/* Of completions and chat alone. */
+static const neutral_field openai_fields[] = {
     {"logprob_token_ids", NEUTRAL_EMPTY},
+    {"repetition_detection", NEUTRAL_EMPTY},
     {"return_token_ids", NEUTRAL_FALSE},
     {"return_prompt_token_ids", NEUTRAL_FALSE},
 };
@@ -54,6 +54,7 @@ static const neutral_field beyond_beams[] = {
     {"stop", NEUTRAL_EMPTY},
     {"stop_regex", NEUTRAL_EMPTY},
     {"min_tokens", NEUTRAL_ZERO},
+    {"repetition_detection", NEUTRAL_EMPTY},
     {"prompt_logprobs", NEUTRAL_NONE},
     {"logprob_token_ids", NEUTRAL_EMPTY},
     {"logit_bias", NEUTRAL_EMPTY},
@@ -97,9 +98,9 @@ static nb_status refuse_unsupported(const json_t *body, nbi_api_error *e)
     return REFUSE(body, unsupported, "not supported by this server", e);
 }
 
-nb_status nbi_params_refuse_tokens(const json_t *body, nbi_api_error *e)
+nb_status nbi_params_refuse_openai(const json_t *body, nbi_api_error *e)
 {
-    return REFUSE(body, token_fields, "not supported by this API", e);
+    return REFUSE(body, openai_fields, "not supported by this API", e);
 }
 
 /* ---------------------------------------------------------------- groups */
@@ -456,11 +457,40 @@ nb_status nbi_params_read_logprob_ids(nbi_params *p, const json_t *body, const c
     return NB_OK;
 }
 
-nb_status nbi_params_read_tokens(nbi_params *p, const json_t *body, const nbi_api_facts *facts,
+/* vLLM's: the answer ends where a piece of it comes so often in a row. */
+static nb_status read_repetition(nb_sampling *s, const json_t *body, nbi_api_error *e)
+{
+    static const char prefix[] = "repetition_detection.";
+    json_t *object = NULL;
+    int64_t most = 0, least = 0, count = 0;
+    NB_TRY(nbi_field_object(&object, body, "", "repetition_detection", e));
+    if (!object) return NB_OK;
+    NB_TRY(nbi_field_int(&most, object, prefix, "max_pattern_size", 0, UINT32_MAX, e));
+    NB_TRY(nbi_field_int(&least, object, prefix, "min_pattern_size", 0, UINT32_MAX, e));
+    NB_TRY(nbi_field_int(&count, object, prefix, "min_count", 0, UINT32_MAX, e));
+    if (least > most) {
+        return nbi_api_field(e, "repetition_detection.min_pattern_size",
+                             "%lld is more than max_pattern_size, %lld", (long long)least,
+                             (long long)most);
+    }
+    if (!most) return NB_OK;
+    if (count < 2) {
+        return nbi_api_field(e, "repetition_detection.min_count",
+                             "%lld is less than 2; max_pattern_size 0 detects nothing",
+                             (long long)count);
+    }
+    s->repeat_min = (uint32_t)least;
+    s->repeat_max = (uint32_t)most;
+    s->repeat_count = (uint32_t)count;
+    return NB_OK;
+}
+
+nb_status nbi_params_read_openai(nbi_params *p, const json_t *body, const nbi_api_facts *facts,
                                  nbi_api_error *e)
 {
     NB_TRY(nbi_field_bool(&p->return_ids, body, "", "return_token_ids", e));
     NB_TRY(nbi_field_bool(&p->return_prompt_ids, body, "", "return_prompt_token_ids", e));
+    NB_TRY(read_repetition(&p->sampling, body, e));
     NB_TRY(nbi_field_bool(&p->name_by_id, body, "", "return_tokens_as_token_ids", e));
     return nbi_params_read_logprob_ids(p, body, "logprob_token_ids", facts, e);
 }
@@ -591,7 +621,7 @@ nb_status nbi_params_read_native(nbi_params *out, const json_t *obj, const nbi_a
     *out = defaults(facts);
     out->prefix = names.prefix;
     nb_status status = read_common(out, obj, facts, &names, 0, e);
-    if (status == NB_OK) status = nbi_params_refuse_tokens(obj, e);
+    if (status == NB_OK) status = nbi_params_refuse_openai(obj, e);
     if (status == NB_OK) status = check_ignored(obj, e);
     if (status == NB_OK) status = refuse_unsupported(obj, e);
     if (status == NB_OK) status = REFUSE(obj, beam_fields, "not supported by this API", e);

@@ -75,12 +75,12 @@ nb_status nbi_params_read(nbi_params *out, const json_t *body, const nbi_api_fac
 /* `model` alone: 404 for a name that is not served. */
 nb_status nbi_params_read_model(const json_t *body, const nbi_api_facts *facts, nbi_api_error *e);
 
-/* For surfaces that show the tokens of an answer, after n_logprobs is set: return_token_ids,
- * return_prompt_token_ids, return_tokens_as_token_ids, logprob_token_ids. */
-nb_status nbi_params_read_tokens(nbi_params *params, const json_t *body, const nbi_api_facts *facts,
+/* For completions and chat, after n_logprobs is set: return_token_ids, return_prompt_token_ids,
+ * return_tokens_as_token_ids, logprob_token_ids, repetition_detection. */
+nb_status nbi_params_read_openai(nbi_params *params, const json_t *body, const nbi_api_facts *facts,
                                  nbi_api_error *e);
 /* For the others. */
-nb_status nbi_params_refuse_tokens(const json_t *body, nbi_api_error *e);
+nb_status nbi_params_refuse_openai(const json_t *body, nbi_api_error *e);
 /* "logprob_token_ids", or /generate's own name; changes n_logprobs. */
 nb_status nbi_params_read_logprob_ids(nbi_params *params, const json_t *body, const char *field,
                                       const nbi_api_facts *facts, nbi_api_error *e);

@@ -153,7 +153,7 @@ def test_echo(server):
 @pytest.mark.parametrize("field,value", [
     ("n", 11), ("best_of", 11), ("stop", "x"), ("stop_regex", "x"), ("min_tokens", 2), ("logit_bias", {"5": 1}), ("bad_words", ["x"]),
     ("allowed_token_ids", [5]), ("frequency_penalty", 0.5), ("presence_penalty", 0.5), ("repetition_penalty", 1.1), ("prompt_logprobs", 1),
-    ("logprob_token_ids", [5]), ("thinking_token_budget", 5), ("regex", "a+"), ("length_penalty", "x"), ("length_penalty", 17),
+    ("logprob_token_ids", [5]), ("repetition_detection", {"max_pattern_size": 3, "min_count": 4}), ("thinking_token_budget", 5), ("regex", "a+"), ("length_penalty", "x"), ("length_penalty", 17),
     ("early_stopping", "soon"), ("use_beam_search", 1)])
 @pytest.mark.parametrize("path,base", [("/v1/completions", {"prompt": "x"}), ("/v1/chat/completions", {"messages": ASK})])
 def test_refused_together(server, path, base, field, value):

@@ -15,7 +15,8 @@ TAKEN = {
     "model": None, "max_tokens": 1, "max_completion_tokens": 1, "min_tokens": 1, "temperature": 0.5, "top_p": 0.5, "top_k": 3, "min_p": 0.1,
     "frequency_penalty": 0.5, "presence_penalty": 0.5, "repetition_penalty": 1.1, "logit_bias": {"5": 1}, "allowed_token_ids": [5, 6],
     "bad_words": ["x"], "thinking_token_budget": -1, "seed": 3, "n": 2, "best_of": {TEXT: 2, CHAT: 1}, "use_beam_search": True,
-    "stop": "x", "stop_token_ids": [5], "stop_regex": "x", "ignore_eos": True, "skip_special_tokens": False,
+    "stop": "x", "stop_token_ids": [5], "stop_regex": "x",
+    "repetition_detection": {"max_pattern_size": 3, "min_count": 4}, "ignore_eos": True, "skip_special_tokens": False,
     "logprobs": {TEXT: 2, CHAT: True}, "top_logprobs": {TEXT: 2, CHAT: 0}, "logprob_token_ids": [5], "return_token_ids": True,
     "return_prompt_token_ids": True, "return_tokens_as_token_ids": True, "prompt_logprobs": 1, "echo": True,
     "truncate_prompt_tokens": 5, "stream": True, "stream_options": None, "stream_interval": 2, "priority": 1, "rid": "a",
@@ -28,9 +29,9 @@ TAKEN = {
 ELSEWHERE = {"json_schema", "regex", "ebnf", "guided_*", "structured_outputs", "documents", "chat_template"}
 WRONG = {"metadata": "x", "store": "x", "spaces_between_special_tokens": "x", "add_special_tokens": "x"}
 RIGHT = {"metadata": {"a": "b"}, "store": True, "spaces_between_special_tokens": True, "add_special_tokens": True}
-REFUSED = {"suffix": "x", "logits_processors": ["x"], "repetition_detection": {"max_pattern_size": 3}, "functions": [{"name": "f"}],
+REFUSED = {"suffix": "x", "logits_processors": ["x"], "functions": [{"name": "f"}],
            "input_ids": [1], "return_hidden_states": True, "return_routed_experts": True, "return_meta_info": True}
-NOTHING = {"suffix": "", "logits_processors": [], "repetition_detection": {}, "return_hidden_states": False, "return_routed_experts": False,
+NOTHING = {"suffix": "", "logits_processors": [], "return_hidden_states": False, "return_routed_experts": False,
            "return_meta_info": False}
 
 # What SGLang and vLLM take.

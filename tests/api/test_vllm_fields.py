@@ -94,6 +94,36 @@ def test_stream_interval(server, serve):
     coarse.stop()
 
 
+REPEATS = {"repetition_detection": {"max_pattern_size": 4, "min_count": 5}}
+
+
+@pytest.mark.parametrize("path,base", [("/v1/completions", {"prompt": PROMPT}), ("/v1/chat/completions", {"messages": ASK, "separate_reasoning": False})])
+def test_repetition(server, path, base):
+    """One token is all that may come: the fifth ends the answer; not before min_tokens; the limit comes first."""
+    body = {**base, "allowed_token_ids": [40], "max_tokens": 30, "return_token_ids": True, **REPEATS}
+    for more, n, reason in (({}, 5, "repetition"), ({"min_tokens": 9}, 9, "repetition"), ({"max_tokens": 5}, 5, "length"),
+                            ({"max_tokens": 4}, 4, "length"),
+                            ({"repetition_detection": {"max_pattern_size": 4, "min_pattern_size": 3, "min_count": 2}}, 6, "repetition"),
+                            ({"repetition_detection": {"max_pattern_size": 0, "min_count": 5}}, 30, "length")):
+        reply = server.post(path, {**body, **more}).json()
+        choice = reply["choices"][0]
+        assert (choice["finish_reason"], len(choice["token_ids"])) == (reason, n), more
+        assert choice["stop_reason"] == ("repetition_detected" if reason == "repetition" else None)
+        events = stream(server, path, {**body, **more})[:-1]
+        assert events[-1]["choices"][0]["finish_reason"] == reason
+        assert sum((e["choices"][0].get("token_ids", []) for e in events), []) == choice["token_ids"]
+
+
+@pytest.mark.parametrize("value,param", [
+    (5, ""), ({"max_pattern_size": -1}, ".max_pattern_size"), ({"max_pattern_size": 3}, ".min_count"),
+    ({"max_pattern_size": 3, "min_count": 1}, ".min_count"), ({"max_pattern_size": 3, "min_pattern_size": 4, "min_count": 2}, ".min_pattern_size"),
+    ({"max_pattern_size": "x"}, ".max_pattern_size"), ({"min_count": 1.5}, ".min_count")])
+def test_repetition_refused(server, value, param):
+    error_of(server.post("/v1/completions", {"prompt": "x", "repetition_detection": value}), param="repetition_detection" + param)
+    error_of(server.post("/v1/responses", {"input": "x", **REPEATS}), param="repetition_detection")
+    error_of(server.post("/generate", {"text": "x", "sampling_params": REPEATS}), param="sampling_params.repetition_detection")
+
+
 def test_truncation(server, serve):
     ids = server.post("/tokenize", {"prompt": PROMPT}).json()["tokens"]
     cut = completion(server, truncate_prompt_tokens=4, echo=True)

@@ -43,7 +43,9 @@ typedef struct parity {
     uint32_t n;
 } parity;
 
-static void run(nb_engine *e, const nb_sampling *s, const nb_grammar *grammar, int32_t ids[N])
+/* Returns the tokens, at most N. */
+static size_t run_to_end(nb_engine *e, const nb_sampling *s, const nb_grammar *grammar,
+                         int32_t ids[N], nb_finish *finish)
 {
     nb_request_options o = {.prompt = prompt, .n_prompt = 6, .sampling = *s, .grammar = grammar};
     nb_request *r = NULL;
@@ -58,9 +60,16 @@ static void run(nb_engine *e, const nb_sampling *s, const nb_grammar *grammar, i
         while (event.finish == NB_FINISH_NONE && nb_request_read(r, &event, 0, &err) == NB_OK)
             ids[n++] = event.id;
     }
-    assert_int_equal(event.finish, NB_FINISH_LENGTH);
-    assert_int_equal(n, N);
     nb_request_close(&r);
+    *finish = event.finish;
+    return n;
+}
+
+static void run(nb_engine *e, const nb_sampling *s, const nb_grammar *grammar, int32_t ids[N])
+{
+    nb_finish finish;
+    assert_int_equal(run_to_end(e, s, grammar, ids, &finish), N);
+    assert_int_equal(finish, NB_FINISH_LENGTH);
 }
 
 static void refused(nb_engine *e, const nb_sampling *s, const char *field)
@@ -259,6 +268,61 @@ static void limits_go_with_a_grammar(void **state)
     }
 }
 
+/* The first n tokens end with `count` times the same piece of `min` to `max` tokens. */
+static bool ends_with_a_piece(const int32_t *ids, size_t n, const nb_sampling *s)
+{
+    for (size_t size = s->repeat_min; size <= s->repeat_max; size++) {
+        bool all = size * s->repeat_count <= n;
+        for (size_t k = 1; all && k < s->repeat_count; k++)
+            all = memcmp(ids + n - size, ids + n - (k + 1) * size, size * sizeof *ids) == 0;
+        if (all) return true;
+    }
+    return false;
+}
+
+static void a_piece_that_repeats_ends_the_answer(void **state)
+{
+    (void)state;
+    static const int32_t allowed[] = {50, 51, 52};
+    static const uint32_t rules[][4] = {/* min, max, count, min_tokens */
+                                        {1, 1, 3, 0}, {1, 4, 2, 0},  {2, 5, 2, 0},
+                                        {3, 9, 3, 0}, {1, 3, 4, 20}, {1, 100, 30, 0}};
+    nb_engine *engines[] = {open_engine("none"), open_engine("mtp")};
+    unsigned n_early = 0, n_whole = 0;
+    for (uint64_t seed = 0; seed < 3; seed++) {
+        int32_t plain[N], ids[N];
+        nb_sampling s = plain_of(seed, plain);
+        s.allowed = allowed;
+        s.n_allowed = 3;
+        run(engines[0], &s, NULL, plain);
+        for (size_t i = 0; i < sizeof rules / sizeof *rules; i++) {
+            s.repeat_min = rules[i][0];
+            s.repeat_max = rules[i][1];
+            s.repeat_count = rules[i][2];
+            s.min_tokens = rules[i][3];
+            size_t want = s.min_tokens ? s.min_tokens : 1;
+            while (want < N && !ends_with_a_piece(plain, want, &s)) want++;
+            for (int k = 0; k < 2; k++) {
+                nb_finish finish;
+                assert_int_equal(run_to_end(engines[k], &s, NULL, ids, &finish), want);
+                assert_int_equal(finish, want < N ? NB_FINISH_REPETITION : NB_FINISH_LENGTH);
+                assert_memory_equal(ids, plain, want * sizeof *ids);
+            }
+            n_early += want < N;
+            n_whole += want == N;
+        }
+    }
+    assert_true(n_early > 3 && n_whole > 2);
+    nb_sampling s = sampling_of(engines[0], 0);
+    s.repeat_max = 3;
+    s.repeat_count = 1;
+    refused(engines[0], &s, "repetition_detection");
+    s.repeat_count = 2;
+    s.repeat_min = 4;
+    refused(engines[0], &s, "repetition_detection");
+    for (int k = 0; k < 2; k++) nb_engine_close(&engines[k]);
+}
+
 static void what_is_no_id_is_refused(void **state)
 {
     (void)state;
@@ -286,10 +350,14 @@ static void what_is_no_id_is_refused(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(only_allowed_ids_come),         cmocka_unit_test(bad_words_do_not_come),
-        cmocka_unit_test(a_pair_is_banned_as_a_pair),    cmocka_unit_test(something_is_always_left),
-        cmocka_unit_test(thinking_ends_with_its_budget), cmocka_unit_test(limits_go_with_a_grammar),
+        cmocka_unit_test(only_allowed_ids_come),
+        cmocka_unit_test(bad_words_do_not_come),
+        cmocka_unit_test(a_pair_is_banned_as_a_pair),
+        cmocka_unit_test(something_is_always_left),
+        cmocka_unit_test(thinking_ends_with_its_budget),
+        cmocka_unit_test(limits_go_with_a_grammar),
         cmocka_unit_test(what_is_no_id_is_refused),
+        cmocka_unit_test(a_piece_that_repeats_ends_the_answer),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
