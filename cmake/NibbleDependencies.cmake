@@ -19,6 +19,10 @@ nibble_need(MICROHTTPD libmicrohttpd libmicrohttpd-dev)
 nibble_need(GNUTLS gnutls libgnutls28-dev)
 # Headers only: the library is opened when `nibble bench serve` runs (src/perf/curl_api.h).
 nibble_need(CURL libcurl libcurl4-openssl-dev)
+# Headers only: opened when `nibble doctor` runs (src/perf/library.h). PCI capabilities out of configuration space; which CPUs a
+# device is near to, and kinds of cores.
+nibble_need(PCI libpci libpci-dev)
+nibble_need(HWLOC hwloc libhwloc-dev)
 if(NIBBLE_TESTS)
     nibble_need(CMOCKA cmocka libcmocka-dev)
 endif()

@@ -29,7 +29,7 @@ def write(tree, folder):
     return folder
 
 
-def cpus(n, vendor, model, flags, driver, governor, preference, khz=4000000):
+def cpus(n, vendor, model, flags, driver, governor, preference, khz=4000000, sockets=1):
     """One frequency policy and one idle state table per CPU."""
     tree = {
         "proc/cpuinfo": "\n".join(f"processor\t: {i}\nvendor_id\t: {vendor}\nmodel name\t: {model}\nflags\t\t: {flags}\n" for i in range(n)),
@@ -47,8 +47,15 @@ def cpus(n, vendor, model, flags, driver, governor, preference, khz=4000000):
                      f"{policy}/scaling_max_freq": str(khz), f"{policy}/cpuinfo_max_freq": str(khz)}
             if preference:
                 tree[f"{policy}/energy_performance_preference"] = preference
-        tree[f"{CPU}/cpu{i}/topology/core_id"] = str(i)
+        at = f"{CPU}/cpu{i}"
+        tree |= {f"{at}/topology/core_id": str(i), f"{at}/topology/physical_package_id": str(i * sockets // n),
+                 f"{at}/topology/core_cpus": mask({i}), f"{at}/topology/package_cpus": mask(k for k in range(n) if k * sockets // n == i * sockets // n),
+                 f"{at}/cpufreq": Link(f"../cpufreq/policy{i}")}
     return tree
+
+
+def mask(members):
+    return f"{sum(1 << i for i in members):08x}"
 
 
 def idle(*states):
@@ -114,6 +121,93 @@ def dmi(vendor, product):
     return {"sys/class/dmi/id/sys_vendor": vendor, "sys/class/dmi/id/product_name": product, "sys/class/dmi/id/bios_version": "2.1"}
 
 
+# ---------------------------------------------------------------- PCI Express
+
+GENERATION = {1: 25, 2: 50, 3: 80, 4: 160, 5: 320, 6: 640}  # tenths of GT/s
+ENDPOINT, ROOT_PORT, UPSTREAM, DOWNSTREAM = 0, 4, 5, 6
+PORT = 0x060400
+GPU = 0x030200
+NVME = 0x010802
+
+
+def config(vendor, device, kind, port, possible, now, payload, request, aspm=0, acs=None, bars=None, buses=(0, 0, 0)):
+    """Configuration space: header, the PCI Express capability at 0x60, AER at 0x100, ACS at 0x150, resizable BAR at 0x200.
+
+    possible, now: (generation, lanes); payload: (possible, now) in bytes; bars: sizes of BAR 1 in MiB that are possible."""
+    space = bytearray(4096)
+    struct.pack_into("<HHHH", space, 0, vendor, device, 0x0006, 0x0010)
+    struct.pack_into("<I", space, 8, kind << 8)
+    space[0x0e] = 1 if kind == PORT else 0
+    if kind == PORT:
+        space[0x18:0x1b] = bytes(buses)
+    space[0x34] = 0x60
+    code = {128: 0, 256: 1, 512: 2, 1024: 3, 2048: 4, 4096: 5}
+    struct.pack_into("<BBHIHHIHH", space, 0x60, 0x10, 0, 2 | port << 4, code[payload[0]], code[payload[1]] << 5 | code[request] << 12, 0,
+                     possible[0] | possible[1] << 4, aspm, now[0] | now[1] << 4)
+    chain = [(0x100, 0x01)] + ([(0x150, 0x0d)] if acs is not None else []) + ([(0x200, 0x15)] if bars else [])
+    for i, (at, name) in enumerate(chain):
+        struct.pack_into("<I", space, at, name | 1 << 16 | (chain[i + 1][0] << 20 if i + 1 < len(chain) else 0))
+    if acs is not None:
+        struct.pack_into("<HH", space, 0x154, 0x5f, acs)
+    if bars:
+        struct.pack_into("<II", space, 0x204, sum(size << 4 for size in bars), 1 | 1 << 5)
+    return bytes(space)
+
+
+def device(path, vendor, number, kind, possible, now, payload=(256, 256), request=512, node=0, cpulist="0-7", members=range(8), port=None,
+           driver=None, group=None, bar=None, extra=None, errors=(0, 0, 0), **more):
+    """path: addresses from the root port down."""
+    address = path.rsplit("/", 1)[-1]
+    home = f"devices/pci{address[:4]}:00/{path}" if "/" in path else f"devices/pci{address[:7]}/{path}"
+    at = f"sys/{home}"
+    port = (ROOT_PORT if "/" not in path else DOWNSTREAM) if kind == PORT else ENDPOINT
+    gts = [f"{GENERATION[g] / 10:.1f} GT/s PCIe" for g, _ in (possible, now)]
+    tree = {f"sys/bus/pci/devices/{address}": Link(f"../../../{home}"), f"{at}/vendor": f"0x{vendor:04x}", f"{at}/device": f"0x{number:04x}",
+            f"{at}/class": f"0x{kind:06x}", f"{at}/numa_node": str(node), f"{at}/local_cpulist": cpulist, f"{at}/local_cpus": mask(members),
+            f"{at}/max_link_speed": gts[0], f"{at}/current_link_speed": gts[1], f"{at}/max_link_width": str(possible[1]),
+            f"{at}/current_link_width": str(now[1]), f"{at}/power/control": "on",
+            f"{at}/config": config(vendor, number, kind, port, possible, now, payload, request, **more),
+            f"{at}/aer_dev_correctable": f"RxErr {errors[0]}\nBadTLP 0\nTOTAL_ERR_COR {errors[0]}",
+            f"{at}/aer_dev_nonfatal": f"Undefined 0\nTOTAL_ERR_NONFATAL {errors[1]}",
+            f"{at}/aer_dev_fatal": f"Undefined 0\nTOTAL_ERR_FATAL {errors[2]}"}
+    if driver:
+        tree[f"{at}/driver"] = Link(f"/sys/bus/pci/drivers/{driver}")
+    if group is not None:
+        tree |= {f"{at}/iommu_group": Link(f"/sys/kernel/iommu_groups/{group}"), f"sys/kernel/iommu_groups/{group}/type": "identity"}
+    if bar:
+        start = 0x20000000000
+        tree[f"{at}/resource"] = (f"0x0000000080000000 0x0000000080ffffff 0x0000000000040200\n"
+                                  f"0x{start:016x} 0x{start + (bar << 20) - 1:016x} 0x000000000014220c\n"
+                                  "0x0000000000000000 0x0000000000000000 0x0000000000000000")
+    return tree | (extra or {})
+
+
+def gpu(root, bus, node, cpulist, members, minor, driver="nvidia", now=(5, 16), group=None, slot=(5, 16), redirect=0, **more):
+    """A GPU of 96 GiB behind a root port, and what the driver says of it."""
+    address = f"{bus}:00.0"
+    number = int(bus[-2:], 16)
+    where = dict(node=node, cpulist=cpulist, members=members)
+    tree = (device(root, 0x1022, 0x14ab, PORT, slot, now, payload=(512, 256), acs=redirect, buses=(int(root[5:7], 16), number, number), **where)
+            | device(f"{root}/{address}", 0x10de, 0x2bb1, GPU, (5, 16), now, driver=driver, group=group,
+                     **(dict(bar=131072, bars=[65536, 131072]) | where | more)))
+    if driver == "nvidia":
+        tree |= {f"proc/driver/nvidia/gpus/{address}/information": f"Model: \t\t NVIDIA RTX PRO 6000\nDevice Minor: \t {minor}",
+                 f"dev/nvidia{minor}": f"c 195:{minor} 0666"}
+    return tree
+
+
+def nvidia(uvm=510):
+    return {"proc/driver/nvidia/version": "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.95.05  Release Build",
+            "proc/devices": f"Character devices:\n  1 mem\n195 nvidia\n195 nvidiactl\n{uvm} nvidia-uvm\n\nBlock devices:\n  7 loop\n",
+            "dev/nvidiactl": "c 195:255 0666", "dev/nvidia-uvm": f"c {uvm}:0 0666"}
+
+
+def nvme(root, bus, now=(4, 4), **more):
+    number = int(bus[-2:], 16)
+    return (device(root, 0x1022, 0x14ad, PORT, (4, 4), now, payload=(512, 256), buses=(int(root[5:7], 16), number, number))
+            | device(f"{root}/{bus}:00.0", 0x144d, 0xa80a, NVME, (4, 4), now, driver="nvme", **more))
+
+
 def disk(name, number, part=None, pci=None, rotational=0, ahead=128, kind="ext4", mount="/"):
     """A disk, perhaps with a partition, and the mount of it."""
     home = f"devices/pci0000:00/{pci}/nvme/{name[:5]}/{name}" if pci else f"devices/virtual/block/{name}"
@@ -130,9 +224,17 @@ def disk(name, number, part=None, pci=None, rotational=0, ahead=128, kind="ext4"
 MODEL = {"model/model-00001-of-00002.safetensors": bytes(ROOM), "model/model-00002-of-00002.safetensors": bytes(ROOM // 2)}
 
 
-def server():
-    """Two sockets, as it should be."""
-    return (cpus(16, "AuthenticAMD", "AMD EPYC 9654 96-Core Processor", AVX512, "amd-pstate-epp", "performance", "performance")
+SOCKET0, SOCKET1 = ("0-7", range(8)), ("8-15", range(8, 16))
+
+
+def server(first=None, second=None, drive=None):
+    """Two sockets with a GPU each, as it should be. first, second, drive: what is different about a GPU or the NVMe."""
+    return (gpu("0000:00:01.1", "0000:01", 0, *SOCKET0, 0, group=11, **(first or {}))
+            | gpu("0000:80:01.1", "0000:81", 1, *SOCKET1, 1, group=12, **(second or {}))
+            | nvme("0000:00:03.1", "0000:02", **(drive or {})) | nvidia()
+            | {"sys/class/iommu/ivhd0/amd-iommu/cap": "80b40f"}
+            | cpus(16, "AuthenticAMD", "AMD EPYC 9654 96-Core Processor", AVX512, "amd-pstate-epp", "performance", "performance",
+                 sockets=2)
             | {f"{CPU}/amd_pstate/status": "active", f"{CPU}/cpufreq/boost": "1"}
             | idle(("POLL", 0, 0), ("C1", 1, 0), ("C2", 800, 1))
             | {"proc/meminfo": meminfo(1585000000, 1500000000)}
@@ -160,8 +262,10 @@ def no_gpu():
 
 
 def vm():
-    """KVM with a GPU handed through; a processor type without AVX-512."""
-    return (cpus(8, "AuthenticAMD", "AMD EPYC-Milan Processor", "fpu sse2 avx2 fma hypervisor", None, None, None)
+    """KVM with two GPUs handed through; a processor type without AVX-512. The ports are the hypervisor's invention."""
+    near = ("0-7", range(8))
+    return (gpu("0000:00:02.0", "0000:01", -1, *near, 0, slot=(1, 1)) | gpu("0000:00:02.1", "0000:02", -1, *near, 1, slot=(1, 1)) | nvidia()
+            | cpus(8, "AuthenticAMD", "AMD EPYC-Milan Processor", "fpu sse2 avx2 fma hypervisor", None, None, None)
             | {"proc/meminfo": meminfo(131000000, 120000000)} | nodes(["0-7"], [131000000])
             | kernel("6.1.0-28-amd64", "#1 SMP PREEMPT_DYNAMIC Debian 6.1.119-1 (2024-11-22)", clock="kvm-clock")
             | {"proc/self/limits": limits(), "proc/self/cgroup": "0::/user.slice"}
@@ -178,9 +282,15 @@ def container():
 
 
 def laptop():
-    """Saves power."""
-    return (cpus(4, "GenuineIntel", "13th Gen Intel(R) Core(TM) i7-1370P", "fpu sse2 avx2 fma", "intel_pstate", "powersave",
+    """Saves power; two kinds of cores; a GPU that nouveau has, in its sleep."""
+    at = "sys/devices/pci0000:00/0000:00:01.0/0000:01:00.0"
+    return (device("0000:00:01.0", 0x8086, 0xa70d, PORT, (4, 8), (1, 8), acs=0, buses=(0, 1, 1), cpulist="0-3", members=range(4))
+            | device("0000:00:01.0/0000:01:00.0", 0x10de, 0x28a0, GPU, (4, 8), (1, 8), driver="nouveau", bar=256, bars=[256, 8192], aspm=3,
+                     cpulist="0-3", members=range(4), extra={f"{at}/power/control": "auto"})
+            | cpus(4, "GenuineIntel", "13th Gen Intel(R) Core(TM) i7-1370P", "fpu sse2 avx2 fma", "intel_pstate", "powersave",
                  "balance_power")
+            | {f"{CPU}/cpufreq/policy{i}/base_frequency": str(1900000 if i < 2 else 1400000) for i in range(4)}
+            | {f"{CPU}/cpufreq/policy{i}/{file}": "3900000" for i in (2, 3) for file in ("cpuinfo_max_freq", "scaling_max_freq")}
             | {f"{CPU}/intel_pstate/status": "active", f"{CPU}/intel_pstate/no_turbo": "1"}
             | {f"{CPU}/cpu{i}/thermal_throttle/core_throttle_count": "7" for i in range(4)}
             | idle(("POLL", 0, 0), ("C1E", 4, 0), ("C8", 300, 0), ("C10", 600, 0))

@@ -34,11 +34,6 @@ typedef struct args {
     bool json, rules, no_measure;
 } args;
 
-static const char *subject_mark(const nbi_finding *f)
-{
-    return f->subject[0] ? " " : "";
-}
-
 /* ---------------------------------------------------------------- text */
 
 /* Words of `text` behind a label, in lines of at most 100 columns. */
@@ -64,8 +59,8 @@ static void print_wrapped(const char *label, const char *text)
 static void print_finding(const nbi_finding *f)
 {
     const nbi_doctor_rule *r = f->rule;
-    printf("%-8s %s: %s%s%s\n", nbi_finding_level_name(f->level), r->id, r->title, subject_mark(f),
-           f->subject);
+    printf("%-8s %s: %s%s%s%s\n", nbi_finding_level_name(f->level), r->id, r->title,
+           f->subject[0] ? " (" : "", f->subject, f->subject[0] ? ")" : "");
     print_wrapped("found", f->found);
     print_wrapped("read from", f->source);
     print_wrapped("why", r->why);
@@ -73,6 +68,22 @@ static void print_finding(const nbi_finding *f)
     if (f->command) printf("         %-12s%s\n", where, f->command);
     if (f->setting) print_wrapped(f->command ? "or" : where, f->setting);
     printf("\n");
+}
+
+/* One line for neighbours that say the same; returns the last of them. */
+static const nbi_finding *print_ok(const nbi_finding *x)
+{
+    const nbi_finding *last = x;
+    int more = 0;
+    while (last->next && last->next->rule == x->rule && last->next->level == x->level &&
+           !strcmp(last->next->found, x->found)) {
+        last = last->next;
+        more++;
+    }
+    printf("ok       %-20s %s", x->rule->id, x->subject);
+    if (more) printf(" and %d more", more);
+    printf("%s%s\n", x->subject[0] ? ": " : "", x->found);
+    return last;
 }
 
 static void print_machine(const nbi_facts *f)
@@ -108,9 +119,7 @@ static void print_text(const nbi_doctor *d)
         for (const nbi_finding *x = nbi_doctor_findings(d); x; x = x->next)
             if ((int)x->level == level) print_finding(x);
     for (const nbi_finding *x = nbi_doctor_findings(d); x; x = x->next)
-        if (x->level == NBI_FINDING_OK)
-            printf("ok       %-20s %s%s%s\n", x->rule->id, x->subject, x->subject[0] ? ": " : "",
-                   x->found);
+        if (x->level == NBI_FINDING_OK) x = print_ok(x);
     printf("\n");
     print_unseen(f);
     printf("%u faults, %u warnings, %u notes, %u ok\n", nbi_doctor_count(d, NBI_FINDING_FAULT),
@@ -198,8 +207,9 @@ static nb_status write_script(const nbi_doctor *d, const char *path, nb_error *e
         nb_version());
     for (const nbi_finding *x = nbi_doctor_findings(d); st == NB_OK && x; x = x->next) {
         if (!x->command && (!x->setting || x->level == NBI_FINDING_OK)) continue;
-        st = nbi_buf_addf(&b, "\n# %s %s: %s%s%s\n#   %s\n", nbi_finding_level_name(x->level),
-                          x->rule->id, x->rule->title, subject_mark(x), x->subject, x->found);
+        st = nbi_buf_addf(&b, "\n# %s %s: %s%s%s%s\n#   %s\n", nbi_finding_level_name(x->level),
+                          x->rule->id, x->rule->title, x->subject[0] ? " (" : "", x->subject,
+                          x->subject[0] ? ")" : "", x->found);
         if (st == NB_OK && x->on_host)
             st = nbi_buf_addf(&b, "#   On the host, outside of this container:\n");
         if (st == NB_OK && x->setting) st = nbi_buf_addf(&b, "#   %s\n", x->setting);

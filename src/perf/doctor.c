@@ -14,7 +14,8 @@ struct nbi_doctor {
     uint32_t counts[NBI_FINDING_LEVEL_COUNT];
 };
 
-static const nbi_doctor_rule *const tables[] = {nbi_rules_cpu, nbi_rules_memory, nbi_rules_system};
+static const nbi_doctor_rule *const tables[] = {nbi_rules_cpu, nbi_rules_memory, nbi_rules_system,
+                                                nbi_rules_pci};
 
 const char *nbi_finding_level_name(nbi_finding_level level)
 {
@@ -65,6 +66,9 @@ static void read_facts(nbi_facts *f, const nbi_doctor_options *o)
     nbi_facts_memory(f);
     nbi_facts_kernel(f);
     nbi_facts_place(f);
+    nbi_facts_pci(f);
+    nbi_facts_nodes(f);
+    nbi_facts_topology(f);
     nbi_facts_storage(f, o->model);
     nbi_doctor_measure(f, o);
 }

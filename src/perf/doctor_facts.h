@@ -78,6 +78,55 @@ typedef struct nbi_place_facts {
     const char *container;               /* "docker", ...; NULL outside */
 } nbi_place_facts;
 
+/* What hwloc makes of the machine; zeros without it. */
+typedef struct nbi_topology_facts {
+    uint32_t packages, cores, kinds; /* kinds: of cores, by speed */
+    const char *slow_cpus;           /* CPUs of the slowest kind; NULL */
+} nbi_topology_facts;
+
+typedef enum nbi_pci_kind { NBI_PCI_OTHER, NBI_PCI_GPU, NBI_PCI_NVME } nbi_pci_kind;
+
+/* A function of /sys/bus/pci/devices. Capabilities are read through libpci from its configuration
+ * space, of which the kernel gives 64 bytes to those who are not root: then the link is what sysfs
+ * says, and the rest is unknown. */
+typedef struct nbi_pci_device {
+    const char *address;                     /* "0000:17:00.0" */
+    uint32_t parent;                         /* index of the bridge above it; UINT32_MAX: none */
+    nbi_pci_kind kind;                       /* GPU: of NVIDIA */
+    int64_t vendor, device, class_code;      /* class_code: 24 bits */
+    const char *driver, *group, *group_type; /* driver; IOMMU group and its type */
+    const char *control;                     /* power/control: "auto", "on" */
+    int64_t node;
+    const char *local_cpus;                     /* by hwloc, else local_cpulist */
+    int64_t speed, width, max_speed, max_width; /* tenths of GT/s; lanes */
+    int64_t payload, payload_max, read_request; /* bytes */
+    int64_t aspm;                               /* bit 0: L0s, bit 1: L1 */
+    int64_t acs;                                /* its control register */
+    int64_t corrected, nonfatal, fatal;         /* AER, since the start */
+    int64_t bar, bar_max; /* bytes of the largest region; and what it could be */
+    bool bar_unplaced;    /* a region without an address */
+} nbi_pci_device;
+
+/* A node of /dev. In a recorded tree it is a file "c MAJOR:MINOR MODE [ERROR]", ERROR being the
+ * name of what open() says. */
+typedef struct nbi_node {
+    const char *name;
+    bool there;
+    int64_t major, minor;
+    int64_t expected;    /* major of /proc/devices; NBI_UNKNOWN */
+    const char *refused; /* "EPERM", ...; NULL: it opens */
+} nbi_node;
+
+typedef struct nbi_pci_facts {
+    nbi_pci_device *devices;
+    uint32_t n_devices, n_gpus, n_nvmes;
+    bool iommu;            /* /sys/class/iommu has one */
+    const char *no_libpci; /* why libpci was not used; NULL */
+    nbi_node *nodes;       /* NVIDIA's, those that are wanted */
+    uint32_t n_nodes;
+    const char *driver_version; /* /proc/driver/nvidia/version; NULL: no module */
+} nbi_pci_facts;
+
 /* Where the model lies; all unknown without a path. */
 typedef struct nbi_storage_facts {
     const char *path, *mount, *type, *source, *options;
@@ -104,14 +153,22 @@ typedef struct nbi_facts {
     nbi_kernel_facts kernel;
     nbi_place_facts place;
     nbi_storage_facts storage;
+    nbi_topology_facts topology;
+    nbi_pci_facts pci;
     nbi_measured_facts measured;
 } nbi_facts;
+
+/* Row of a PCI address; NULL. */
+const nbi_pci_device *nbi_facts_pci_at(const nbi_facts *f, const char *address);
 
 /* Each fills its part of the facts; none fails. */
 void nbi_facts_cpu(nbi_facts *f);
 void nbi_facts_memory(nbi_facts *f);
 void nbi_facts_kernel(nbi_facts *f);
 void nbi_facts_place(nbi_facts *f);
+void nbi_facts_pci(nbi_facts *f);
+void nbi_facts_nodes(nbi_facts *f);    /* behind nbi_facts_pci() */
+void nbi_facts_topology(nbi_facts *f); /* behind nbi_facts_pci() */
 void nbi_facts_storage(nbi_facts *f, const char *model);
 
 #ifdef __cplusplus

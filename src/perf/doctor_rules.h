@@ -34,6 +34,7 @@ struct nbi_doctor_rule {
 extern const nbi_doctor_rule nbi_rules_cpu[];
 extern const nbi_doctor_rule nbi_rules_memory[];
 extern const nbi_doctor_rule nbi_rules_system[];
+extern const nbi_doctor_rule nbi_rules_pci[];
 
 #ifdef __cplusplus
 }

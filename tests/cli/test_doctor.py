@@ -40,11 +40,15 @@ def level_of(out, rule):
     return LEVELS[max(found)] if found else None
 
 
+def tree_of(machine):
+    return MACHINES[machine]() if isinstance(machine, str) else machine
+
+
 def policies(file, value, n=16):
     return {f"{CPU}/cpufreq/policy{i}/{file}": value for i in range(n)}
 
 
-# rule -> (machine, what is changed of it, level, words of what is found)
+# rule -> (machine or its tree, what is changed of it, level, words of what is found)
 FIRES = {
     "cpu-governor": ("server", policies("scaling_driver", "acpi-cpufreq") | policies("scaling_governor", "powersave"), "warning",
                      "16 of 16"),
@@ -75,6 +79,21 @@ FIRES = {
     "place-hypervisor": ("vm", {}, "note", "KVM"),
     "place-container": ("container", {}, "note", "docker"),
     "model-filesystem": ("server", {"proc/self/mountinfo": "40 1 0:60 / /model rw - nfs4 nas:/models rw"}, "warning", "nas:/models"),
+    "cpu-kinds": ("laptop", {}, "note", "CPUs 2-3"),
+    "pcie-link": (server(first={"now": (5, 8)}), {}, "warning", "32.0 GT/s x8 of 32.0 GT/s x16"),
+    "pcie-slot": (server(first={"slot": (4, 16), "now": (4, 16)}), {}, "note", "the port gives 16.0 GT/s x16"),
+    "pcie-payload": (server(drive={"payload": (512, 512)}), {}, "fault", "up to 512 bytes, a bridge above takes 256"),
+    "pcie-read-request": (server(second={"request": 128}), {}, "note", "128 bytes"),
+    "pcie-aspm": (server(drive={"aspm": 2}), {}, "note", "L1"),
+    "pcie-acs": (server(first={"redirect": 0x1d}), {}, "warning", "1 of 2 bridges"),
+    "pcie-errors": (server(drive={"errors": (250, 0, 0)}), {}, "warning", "250 corrected"),
+    "pcie-bar": (server(second={"bar": 256}), {}, "warning", "256 MiB"),
+    "pcie-power": ("laptop", {}, "note", "auto"),
+    "iommu-mode": ("server", {"sys/kernel/iommu_groups/12/type": "DMA-FQ"}, "warning", "DMA-FQ"),
+    "place-peers": ("vm", {}, "warning", "2 GPUs handed through"),
+    "gpu-module": ("laptop", {}, "fault", "nouveau"),
+    "gpu-nodes": ("container", {"dev/nvidia-uvm": "c 508:0 0666"}, "fault", "stale"),
+    "gpu-placement": ("server", {"proc/self/status": "Cpus_allowed_list:\t0-7"}, "warning", "near CPUs 8-15"),
     "model-disk": ("server", disk("sda", "8:0", rotational=1), "warning", "rotating"),
 }
 
@@ -85,7 +104,7 @@ MEASURED = {"measured-memory", "measured-file"}
 @pytest.mark.parametrize("rule", FIRES)
 def test_fires(audit, rule):
     machine, change, level, words = FIRES[rule]
-    out = audit(MACHINES[machine]() | change)
+    out = audit(tree_of(machine) | change)
     assert level_of(out, rule) == level
     assert any(words in f["found"] for f in out["findings"] if f["id"] == rule and f["level"] == level)
 
@@ -108,10 +127,11 @@ def test_every_rule_is_tested_and_described(nibble_bin, repo):
 @pytest.mark.parametrize("machine, status, above", [
     ("server", 0, {"memory-nodes": "note"}),
     ("no_gpu", 0, {}),
-    ("vm", 0, {"place-hypervisor": "note", "cpu-instructions": "note", "model-disk": "note"}),
+    ("vm", 1, {"place-hypervisor": "note", "place-peers": "warning", "cpu-instructions": "note", "model-disk": "note"}),
     ("container", 1, {"memory-nodes": "note", "place-container": "note", "cpu-quota": "warning", "memory-room": "warning",
                       "limit-files": "note", "model-filesystem": "note"}),
-    ("laptop", 1, {"cpu-governor": "warning", "cpu-boost": "warning", "cpu-idle": "warning", "cpu-throttle": "warning",
+    ("laptop", 2, {"gpu-module": "fault", "pcie-link": "note", "pcie-aspm": "note", "pcie-bar": "note", "pcie-power": "note", "cpu-kinds": "note",
+                   "cpu-governor": "warning", "cpu-boost": "warning", "cpu-idle": "warning", "cpu-throttle": "warning",
                    "cpu-instructions": "note", "memory-swap": "note", "limit-files": "note"}),
 ])
 def test_whole_machine(audit, machine, status, above):
@@ -173,7 +193,7 @@ def test_all_commands_are_shell(audit):
     """Of every rule that fires."""
     commands = set()
     for i, (machine, change, _, _) in enumerate(FIRES.values()):
-        out = audit(MACHINES[machine]() | change, name=f"machine{i}")
+        out = audit(tree_of(machine) | change, name=f"machine{i}")
         commands |= {f["command"] for f in out["findings"] if f["command"]}
     assert len(commands) > 5
     for command in commands:
@@ -223,6 +243,53 @@ def test_measures_a_file(nibble_bin, tmp_path):
 def test_could_not_run(nibble_bin, arguments, says):
     done = subprocess.run([nibble_bin, "doctor", "--no-measure", *arguments], capture_output=True, text=True, timeout=60)
     assert done.returncode == 3 and says in done.stderr
+
+
+@pytest.mark.parametrize("change, rule, level, words", [
+    ({"first": {"now": (5, 4)}}, "pcie-link", "fault", "x4 of"),
+    ({"first": {"now": (1, 16)}}, "pcie-link", "note", "idle"),
+    ({"drive": {"now": (3, 4)}}, "pcie-link", "warning", "8.0 GT/s x4 of 16.0 GT/s x4"),
+    ({"drive": {"payload": (256, 128)}}, "pcie-payload", "note", "128 bytes a packet, 256 are possible"),
+    ({"drive": {"errors": (3, 0, 0)}}, "pcie-errors", "note", "3 corrected"),
+    ({"drive": {"errors": (0, 1, 0)}}, "pcie-errors", "fault", "1 not fatal"),
+    ({"first": {"bars": None, "bar": 256}}, "pcie-bar", "warning", "256 MiB"),
+    ({"first": {"driver": None}}, "gpu-module", "fault", "no driver"),
+    ({"first": {"driver": "vfio-pci"}}, "gpu-module", "note", "virtual machine"),
+])
+def test_devices(audit, change, rule, level, words):
+    out = audit(server(**change))
+    assert level_of(out, rule) == level
+    assert any(words in f["found"] for f in out["findings"] if f["id"] == rule)
+
+
+@pytest.mark.parametrize("change, words", [
+    ({"dev/nvidia1": None}, "not there"),
+    ({"dev/nvidia0": "c 195:0 0660 EACCES"}, "EACCES"),
+    ({"dev/nvidiactl": "c 195:255 0666 EPERM"}, "EPERM"),
+])
+def test_device_nodes(audit, change, words):
+    out = audit(MACHINES["container"]() | change)
+    found = [f for f in out["findings"] if f["id"] == "gpu-nodes" and f["level"] == "fault"]
+    assert len(found) == 1 and words in found[0]["found"] and found[0]["setting"]
+
+
+def test_without_root(audit):
+    """The kernel gives 64 bytes of configuration space: the link is read from sysfs, capabilities are not seen."""
+    tree = {path: content[:64] if path.endswith("/config") else content for path, content in server(first={"now": (5, 8)}).items()}
+    out = audit(tree)
+    assert level_of(out, "pcie-link") == "warning" and level_of(out, "pcie-payload") is None
+    assert any(u["what"].endswith("0000:01:00.0/config") for u in out["unseen"])
+
+
+def test_near_cpus_come_from_hwloc(audit):
+    tree = {path: content for path, content in server().items() if not path.endswith("local_cpulist")}
+    near = {f["subject"]: f["found"] for f in audit(tree)["findings"] if f["id"] == "gpu-placement"}
+    assert near == {"GPU 0000:01:00.0": "near CPUs 0-7", "GPU 0000:81:00.0": "near CPUs 8-15"}
+
+
+def test_virtual_ports_are_not_believed(audit):
+    """QEMU's root ports say 2.5 GT/s x1 above a GPU at full speed."""
+    assert level_of(audit(MACHINES["vm"]()), "pcie-link") == "ok"
 
 
 def test_nothing_there(audit):
