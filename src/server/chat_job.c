@@ -66,6 +66,17 @@ static bool ends_thinking(const char *text, size_t n)
     return n >= n_close && memcmp(text + n - n_close, close, n_close) == 0;
 }
 
+/* What is to be known of the prompt's text. */
+static bool keep_text(nbi_job *job, const char *text, size_t n)
+{
+    nbi_prompt *prompt = job->prompts;
+    job->thinking_closed = ends_thinking(text, n);
+    if (!job->params.return_prompt_text) return true;
+    prompt->text = nbi_arena_strndup(&job->arena, n ? text : "", n);
+    prompt->n_text = n;
+    return prompt->text;
+}
+
 nb_status nbi_job_encode_chat(nbi_job *job, const json_t *body, nbi_api_error *e)
 {
     nbi_chat_prompt rendered = {0};
@@ -81,11 +92,25 @@ nb_status nbi_job_encode_chat(nbi_job *job, const json_t *body, nbi_api_error *e
         job->prompts = prompt;
         job->n_prompts = 1;
         job->starts_in_reasoning = rendered.thinking_open;
-        job->thinking_closed = ends_thinking(rendered.text.data, rendered.text.len);
     }
+    bool kept = prompt && ids && keep_text(job, rendered.text.data, rendered.text.len);
     nbi_chat_prompt_free(&rendered);
-    if (prompt && ids) return NB_OK;
-    return nbi_api_no_memory(e, "the prompt");
+    return kept ? NB_OK : nbi_api_no_memory(e, "the prompt");
+}
+
+nb_status nbi_job_encode_ids(nbi_job *job, const json_t *value, nbi_api_error *e)
+{
+    nb_error err = {0};
+    char *text = NULL;
+    size_t n = 0;
+    NB_TRY(nbi_prompts_encode(job, value, "input_ids", e));
+    nb_status status = nb_detokenize(job->served->engine, job->prompts->ids, job->prompts->n_ids,
+                                     false, &text, &n, &err);
+    if (status != NB_OK) return nbi_api_from(e, status, &err, "input_ids");
+    job->starts_in_reasoning = nbi_reasoning_prompt_open(job->served->reasoning, text, n);
+    bool kept = keep_text(job, text, n);
+    nb_free(text);
+    return kept ? NB_OK : nbi_api_no_memory(e, "the prompt");
 }
 
 nb_status nbi_job_begin_chat(nbi_job *job, nbi_choice *c)

@@ -21,6 +21,9 @@ typedef struct nbi_generate {
 nb_status nbi_generate_write_delta(nbi_job *job, nbi_choice *choice, nbi_buf *out);
 nb_status nbi_generate_write_reply(nbi_job *job, nbi_buf *out);
 
+/* `,"meta_info":{...}` of an answer of completions or chat. */
+nb_status nbi_generate_write_meta(const nbi_job *job, const nbi_choice *choice, nbi_buf *out);
+
 #ifdef __cplusplus
 }
 #endif

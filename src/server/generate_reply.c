@@ -14,6 +14,8 @@ static nb_status write_finish(const nbi_job *job, const nbi_choice *c, nbi_buf *
     if (c->finish == NB_FINISH_LENGTH) {
         return nbi_buf_addf(out, "{\"type\":\"length\",\"length\":%u}", c->n_tokens);
     }
+    if (c->finish == NB_FINISH_REPETITION)
+        return nbi_buf_addf(out, "{\"type\":\"stop\",\"matched\":null}");
     if (c->finish == NB_FINISH_CANCELLED) {
         return nbi_buf_addf(out, "{\"type\":\"abort\",\"message\":\"the request was aborted\","
                                  "\"status_code\":null,\"err_type\":null}");
@@ -33,18 +35,19 @@ static nb_status write_array(nbi_buf *out, const char *key, const nbi_buf *items
     return nbi_buf_add(out, "]", 1);
 }
 
-static nb_status write_logprobs(const nbi_generate *g, const nbi_choice *c, nbi_buf *out)
+static nb_status write_logprobs(const nbi_generate *g, const nbi_logprobs *prompt,
+                                const nbi_logprobs *answer, nbi_buf *out)
 {
     if (!g->logprobs) return NB_OK;
-    NB_TRY(write_array(out, "input_token_logprobs", &c->prompt_logprobs.tokens));
-    NB_TRY(write_array(out, "output_token_logprobs", &c->logprobs.tokens));
+    NB_TRY(write_array(out, "input_token_logprobs", &prompt->tokens));
+    NB_TRY(write_array(out, "output_token_logprobs", &answer->tokens));
     if (g->has_ids) {
-        NB_TRY(write_array(out, "input_token_ids_logprobs", &c->prompt_logprobs.tops));
-        return write_array(out, "output_token_ids_logprobs", &c->logprobs.tops);
+        NB_TRY(write_array(out, "input_token_ids_logprobs", &prompt->tops));
+        return write_array(out, "output_token_ids_logprobs", &answer->tops);
     }
     if (!g->n_top) return NB_OK;
-    NB_TRY(write_array(out, "input_top_logprobs", &c->prompt_logprobs.tops));
-    return write_array(out, "output_top_logprobs", &c->logprobs.tops);
+    NB_TRY(write_array(out, "input_top_logprobs", &prompt->tops));
+    return write_array(out, "output_top_logprobs", &answer->tops);
 }
 
 static nb_status write_id(const nbi_job *job, const nbi_choice *c, nbi_buf *out)
@@ -53,7 +56,8 @@ static nb_status write_id(const nbi_job *job, const nbi_choice *c, nbi_buf *out)
     return nbi_job_write_string(out, "\"id\":", id, strlen(id));
 }
 
-static nb_status write_meta(const nbi_job *job, const nbi_choice *c, nbi_buf *out)
+static nb_status write_meta(const nbi_job *job, const nbi_choice *c, const nbi_generate *g,
+                            const nbi_logprobs *prompt, const nbi_logprobs *answer, nbi_buf *out)
 {
     NB_TRY(nbi_buf_addf(out, "\"meta_info\":{"));
     NB_TRY(write_id(job, c, out));
@@ -63,12 +67,23 @@ static nb_status write_meta(const nbi_job *job, const nbi_choice *c, nbi_buf *ou
                         "\"weight_version\":\"default\"",
                         job->prompts[c->prompt].n_ids, c->n_tokens,
                         nb_request_cached_tokens(c->request)));
-    NB_TRY(write_logprobs(job->state, c, out));
+    NB_TRY(write_logprobs(g, prompt, answer, out));
     if (c->done) {
         NB_TRY(nbi_buf_addf(out, ",\"e2e_latency\":%.6f",
                             (double)(nbi_now_ns() - job->begin_ns) / 1e9));
     }
     return nbi_buf_add(out, "}", 1);
+}
+
+nb_status nbi_generate_write_meta(const nbi_job *job, const nbi_choice *c, nbi_buf *out)
+{
+    const nbi_params *p = &job->params;
+    const nbi_logprobs none = {0};
+    const nbi_generate g = {.logprobs = p->n_logprobs >= 0,
+                            .n_top = p->n_logprobs,
+                            .has_ids = p->sampling.n_logprob_ids > 0};
+    NB_TRY(nbi_buf_add(out, ",", 1));
+    return write_meta(job, c, &g, &none, &c->native, out);
 }
 
 /* ---------------------------------------------------------------- answers */
@@ -79,7 +94,7 @@ static nb_status write_answer(const nbi_job *job, const nbi_choice *c, nbi_buf *
     NB_TRY(nbi_job_write_string(out, "\"text\":", c->text.data, c->text.len));
     NB_TRY(write_array(out, "output_ids", &c->ids));
     NB_TRY(nbi_buf_add(out, ",", 1));
-    return write_meta(job, c, out);
+    return write_meta(job, c, job->state, &c->prompt_logprobs, &c->logprobs, out);
 }
 
 nb_status nbi_generate_write_delta(nbi_job *job, nbi_choice *c, nbi_buf *out)

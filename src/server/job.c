@@ -104,6 +104,7 @@ static nb_status make_choices(nbi_job *job, nbi_api_error *e)
         c->prompt = i / job->per_prompt;
         c->matched_id = c->matched_string = -1;
         c->logprobs.by_id = p->name_by_id;
+        c->native.with_text = true;
         atomic_init(&c->signalled, false);
         atomic_init(&c->was_aborted, false);
         if (job->surface->begin(job, c) != NB_OK) return nbi_api_no_memory(e, "this request");
@@ -290,6 +291,7 @@ void nbi_job_close(nbi_job **out)
         nbi_answer_free(&c->answer);
         nbi_logprobs_free(&c->logprobs);
         nbi_logprobs_free(&c->prompt_logprobs);
+        nbi_logprobs_free(&c->native);
         nbi_buf_free(&c->ids);
         nbi_buf_free(&c->whole);
     }
@@ -365,6 +367,9 @@ static nb_status take_logprob(nbi_job *job, nbi_choice *c, const nb_event *event
     }
     if (!event->is_prompt && event->has_logprob) c->sum_logprob += (double)event->logprob;
     if (p->n_logprobs < 0 || (event->is_prompt && !job->echo)) return NB_OK;
+    if (p->return_meta && !event->is_prompt)
+        NB_TRY(nbi_logprobs_add(&c->native, NBI_LOGPROBS_NATIVE, engine, event,
+                                (uint32_t)p->n_logprobs, 0));
     NB_TRY(nbi_logprobs_add(&c->logprobs, surface->logprob_shape, engine, event,
                             (uint32_t)p->n_logprobs, c->n_chars));
     c->n_chars += nbi_token_chars(engine, event->id);

@@ -28,7 +28,7 @@ typedef struct nbi_job nbi_job;
 typedef struct nbi_prompt {
     const int32_t *ids; /* [n_ids] */
     size_t n_ids;
-    const char *text; /* [n_text] what echo shows; NULL without echo */
+    const char *text; /* [n_text] what echo or return_prompt_text shows; NULL without either */
     size_t n_text;
 } nbi_prompt;
 
@@ -55,8 +55,9 @@ typedef struct nbi_choice {
     nbi_reasoning splitter; /* chat: reasoning and content */
     bool has_reasoning;
     nbi_logprobs logprobs, prompt_logprobs;
-    nbi_buf ids;   /* of the answer, "1,2,3"; only where surface or client ask for them */
-    nbi_buf whole; /* the text of all events, for the log; empty unless served->keep_text */
+    nbi_logprobs native; /* the answer's once more, for params.return_meta */
+    nbi_buf ids;         /* of the answer, "1,2,3"; only where surface or client ask for them */
+    nbi_buf whole;       /* the text of all events, for the log; empty unless served->keep_text */
 } nbi_choice;
 
 /* What an API surface decides. */
@@ -237,6 +238,8 @@ nb_status nbi_job_take_grammars(nbi_job *job, nbi_api_error *e);
 nb_status nbi_job_read_chat(nbi_job *job, const json_t *body, nbi_api_error *e);
 /* nbi_surface.encode, begin and take. */
 nb_status nbi_job_encode_chat(nbi_job *job, const json_t *body, nbi_api_error *e);
+/* The same with the ids of the prompt in place of the template's. */
+nb_status nbi_job_encode_ids(nbi_job *job, const json_t *ids, nbi_api_error *e);
 nb_status nbi_job_begin_chat(nbi_job *job, nbi_choice *choice);
 nb_status nbi_job_take_chat(nbi_job *job, nbi_choice *choice, const nb_event *event);
 

@@ -184,7 +184,7 @@ static nb_status read_template(json_t **out, const json_t *body, nbi_api_error *
 /* Fields of chat requests whose effect is not built; ignoring them would change the answer. */
 static nb_status refuse_unsupported(const json_t *body, nbi_api_error *e)
 {
-    static const char *const values[] = {"functions", "function_call", "audio", "input_ids"};
+    static const char *const values[] = {"functions", "function_call", "audio"};
     for (size_t i = 0; i < sizeof values / sizeof *values; i++) {
         if (nbi_field(body, values[i])) {
             return nbi_api_field(e, values[i], "not supported by this server");

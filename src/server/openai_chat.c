@@ -1,10 +1,12 @@
 /* POST /v1/chat/completions: messages in; reasoning, content and tool calls out.
  *
  * Fields beside the shared ones: those of messages.h, logprobs and top_logprobs,
- * separate_reasoning, include_reasoning and echo. Called through nbi_surface_chat by job.c. */
+ * separate_reasoning, include_reasoning, echo, input_ids and return_prompt_text. Called through
+ * nbi_surface_chat by job.c. */
 #include <string.h>
 
-#include "server/job.h"
+#include "server/generate.h"
+#include "server/prompts.h"
 
 /* ---------------------------------------------------------------- read */
 
@@ -35,6 +37,24 @@ static nb_status read_echo(nbi_job *job, const json_t *body, nbi_api_error *e)
     return job->echo_text ? NB_OK : nbi_api_no_memory(e, "this request");
 }
 
+/* SGLang's: the prompt as it is, in place of what the template would make of the messages. */
+static nb_status check_ids(const nbi_job *job, const json_t *body, nbi_api_error *e)
+{
+    const json_t *ids = nbi_field(body, "input_ids");
+    if (!ids) return NB_OK;
+    if (!json_is_array(ids) || (json_array_size(ids) && nbi_prompts_are_batch(ids))) {
+        return nbi_api_field(e, "input_ids", "expected an array of token ids, found %s",
+                             json_is_array(ids) ? "an array of others" : nbi_json_kind(ids));
+    }
+    return nbi_prompts_check(ids, "input_ids", job->facts, e);
+}
+
+static nb_status encode(nbi_job *job, const json_t *body, nbi_api_error *e)
+{
+    const json_t *ids = nbi_field(body, "input_ids");
+    return ids ? nbi_job_encode_ids(job, ids, e) : nbi_job_encode_chat(job, body, e);
+}
+
 static nb_status read(nbi_job *job, const json_t *body, nbi_api_error *e)
 {
     job->separate_reasoning = job->include_reasoning = true;
@@ -43,7 +63,9 @@ static nb_status read(nbi_job *job, const json_t *body, nbi_api_error *e)
     NB_TRY(read_logprobs(job, body, e));
     NB_TRY(nbi_field_bool(&job->separate_reasoning, body, "", "separate_reasoning", e));
     NB_TRY(nbi_field_bool(&job->include_reasoning, body, "", "include_reasoning", e));
+    NB_TRY(nbi_field_bool(&job->params.return_prompt_text, body, "", "return_prompt_text", e));
     NB_TRY(nbi_job_read_chat(job, body, e));
+    NB_TRY(check_ids(job, body, e));
     return read_echo(job, body, e);
 }
 
@@ -140,14 +162,23 @@ static nb_status write_choice(nbi_job *job, nbi_choice *c, nbi_buf *out)
     NB_TRY(nbi_job_write_finish(job, c, true, out));
     if (job->params.return_prompt_ids) NB_TRY(nbi_job_write_prompt_ids(job, c, out));
     if (shows_ids(job)) NB_TRY(nbi_job_write_ids(job, c, out));
+    if (job->params.return_meta) NB_TRY(nbi_generate_write_meta(job, c, out));
     return nbi_buf_add(out, "}", 1);
+}
+
+static nb_status write_prompt(const nbi_job *job, const nbi_choice *c, nbi_buf *out)
+{
+    const nbi_prompt *prompt = &job->prompts[0];
+    if (job->params.return_ids) NB_TRY(nbi_job_write_prompt_ids(job, c, out));
+    if (!job->params.return_prompt_text) return NB_OK;
+    return nbi_job_write_string(out, ",\"prompt_text\":", prompt->text, prompt->n_text);
 }
 
 /* Of the one prompt, so they stand beside the choices. */
 static nb_status write_extra(nbi_job *job, nbi_buf *out)
 {
     nbi_logprobs *lp = &job->choices[0].prompt_logprobs;
-    if (job->params.return_ids) NB_TRY(nbi_job_write_prompt_ids(job, &job->choices[0], out));
+    NB_TRY(write_prompt(job, &job->choices[0], out));
     if (job->params.n_prompt_logprobs < 0) return NB_OK;
     NB_TRY(nbi_buf_addf(out, ",\"prompt_logprobs\":"));
     return nbi_logprobs_write(lp, NBI_LOGPROBS_PROMPT, out);
@@ -181,7 +212,7 @@ static nb_status write_role(const nbi_job *job, nbi_choice *c, nbi_buf *out)
     NB_TRY(nbi_buf_add(out, role, sizeof role - 1));
     if (job->params.return_prompt_ids) NB_TRY(nbi_job_write_prompt_ids(job, c, out));
     NB_TRY(nbi_buf_add(out, "}]", 2));
-    if (job->params.return_ids) NB_TRY(nbi_job_write_prompt_ids(job, c, out));
+    NB_TRY(write_prompt(job, c, out));
     return nbi_job_write_tail(job, c, out);
 }
 
@@ -248,7 +279,7 @@ const nbi_surface nbi_surface_chat = {
     .prompt_logprob_shape = NBI_LOGPROBS_PROMPT,
     .prompt_field = "messages",
     .read = read,
-    .encode = nbi_job_encode_chat,
+    .encode = encode,
     .begin = nbi_job_begin_chat,
     .take = nbi_job_take_chat,
     .write_delta = write_delta,

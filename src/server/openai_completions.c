@@ -2,6 +2,7 @@
  *
  * Fields beside the shared ones: prompt, echo, logprobs, best_of, suffix (refused), max_tokens (16
  * when absent, as everywhere). Called through nbi_surface_completions by job.c. */
+#include "server/generate.h"
 #include "server/prompts.h"
 
 #define MAX_TOKENS_DEFAULT 16u
@@ -75,6 +76,7 @@ static nb_status write_choice(nbi_job *job, nbi_choice *c, nbi_buf *out)
         NB_TRY(nbi_job_write_prompt_ids(job, c, out));
     c->opened = true;
     NB_TRY(nbi_job_write_ids(job, c, out));
+    if (job->params.return_meta) NB_TRY(nbi_generate_write_meta(job, c, out));
     return nbi_buf_add(out, "}", 1);
 }
 

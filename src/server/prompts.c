@@ -186,7 +186,7 @@ nb_status nbi_prompts_truncate(nbi_job *job, nbi_api_error *e)
     for (uint32_t i = 0; keep && i < job->n_prompts; i++) {
         nbi_prompt *p = &job->prompts[i];
         if (p->n_ids <= n) continue;
-        p->ids += p->n_ids - n;
+        if (!job->params.truncate_end) p->ids += p->n_ids - n;
         p->n_ids = n;
         if (job->echo && job->facts->has_text) NB_TRY(show_ids(job, p, e));
     }

@@ -18,7 +18,7 @@ size_t nbi_prompts_max_ids(const nbi_job *job);
 /* Fills job->prompts, and with job->echo their texts, from what was checked. `field` is static. */
 nb_status nbi_prompts_encode(nbi_job *job, const json_t *prompt, const char *field,
                              nbi_api_error *e);
-/* Keeps the ends of prompts that params.truncate_prompt makes shorter. */
+/* Keeps the ends, or the beginnings, of prompts that params.truncate_prompt makes shorter. */
 nb_status nbi_prompts_truncate(nbi_job *job, nbi_api_error *e);
 
 #ifdef __cplusplus

@@ -33,13 +33,11 @@ static const neutral_field unsupported[] = {
     {"logits_processors", NEUTRAL_EMPTY},
     {"return_hidden_states", NEUTRAL_FALSE},
     {"return_routed_experts", NEUTRAL_FALSE},
-    {"return_meta_info", NEUTRAL_FALSE},
 };
 /* Of completions and chat alone. */
 static const neutral_field openai_fields[] = {
-    {"logprob_token_ids", NEUTRAL_EMPTY},
-    {"repetition_detection", NEUTRAL_EMPTY},
-    {"return_token_ids", NEUTRAL_FALSE},
+    {"logprob_token_ids", NEUTRAL_EMPTY},       {"repetition_detection", NEUTRAL_EMPTY},
+    {"return_meta_info", NEUTRAL_FALSE},        {"return_token_ids", NEUTRAL_FALSE},
     {"return_prompt_token_ids", NEUTRAL_FALSE},
 };
 /* Of beam search. */
@@ -490,6 +488,9 @@ nb_status nbi_params_read_openai(nbi_params *p, const json_t *body, const nbi_ap
 {
     NB_TRY(nbi_field_bool(&p->return_ids, body, "", "return_token_ids", e));
     NB_TRY(nbi_field_bool(&p->return_prompt_ids, body, "", "return_prompt_token_ids", e));
+    NB_TRY(nbi_field_bool(&p->return_meta, body, "", "return_meta_info", e));
+    if (p->return_meta && p->stream)
+        return nbi_api_field(e, "return_meta_info", "not available when \"stream\" is true");
     NB_TRY(read_repetition(&p->sampling, body, e));
     NB_TRY(nbi_field_bool(&p->name_by_id, body, "", "return_tokens_as_token_ids", e));
     return nbi_params_read_logprob_ids(p, body, "logprob_token_ids", facts, e);
@@ -531,6 +532,13 @@ static nb_status read_prompt_options(nbi_params *p, const json_t *body, const nb
                          facts->max_context, e));
     if (nbi_field(body, "truncate_prompt_tokens") && p->truncate_prompt == 0) {
         return nbi_api_field(e, "truncate_prompt_tokens", "0 leaves no token to start from");
+    }
+    const char *side = "left";
+    NB_TRY(nbi_field_str(&side, body, "", "truncation_side", e));
+    p->truncate_end = strcmp(side, "right") == 0;
+    if (!p->truncate_end && strcmp(side, "left") != 0) {
+        return nbi_api_field(e, "truncation_side", "\"%.32s\" is unknown, expected left or right",
+                             side);
     }
     NB_TRY(nbi_field_int(&priority, body, "", "priority", INT32_MIN, INT32_MAX, e));
     p->priority = (int32_t)priority;

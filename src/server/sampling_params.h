@@ -46,8 +46,11 @@ typedef struct nbi_params {
     bool name_by_id;               /* tokens of log-probabilities are called "token_id:7" */
     bool return_ids;               /* the reply has the ids of prompt and answer */
     bool return_prompt_ids;        /* of the prompt, in every choice */
+    bool return_meta;              /* every choice has SGLang's meta_info; no stream */
+    bool return_prompt_text;       /* chat: the reply has the rendered prompt */
     uint32_t prompt_logprobs_from; /* prompt tokens before it are left out */
     int64_t truncate_prompt;       /* tokens kept of a longer prompt; 0: all; -1: what fits */
+    bool truncate_end;             /* the first of them, else the last */
     int32_t priority;              /* as in nb_request_options */
     const json_t *allowed;         /* allowed_token_ids, borrowed from the body; NULL: none */
     const json_t *bad_words;       /* the same */
@@ -64,7 +67,8 @@ typedef struct nbi_param_names {
  * frequency_penalty, presence_penalty, repetition_penalty, logit_bias, seed, n, best_of, stop,
  * stop_regex, stop_token_ids, allowed_token_ids, bad_words, thinking_token_budget,
  * include_stop_str_in_output, no_stop_trim, min_tokens, ignore_eos, skip_special_tokens, stream,
- * stream_options, stream_interval, prompt_logprobs, truncate_prompt_tokens, priority,
+ * stream_options, stream_interval, prompt_logprobs, truncate_prompt_tokens,
+ * truncation_side, priority,
  * use_beam_search, length_penalty, early_stopping (surfaces without beam search refuse
  * params.beams); checks the type of fields that have no effect (user, metadata, store,
  * service_tier, spaces_between_special_tokens, ...); refuses what would change the answer and is
@@ -76,7 +80,7 @@ nb_status nbi_params_read(nbi_params *out, const json_t *body, const nbi_api_fac
 nb_status nbi_params_read_model(const json_t *body, const nbi_api_facts *facts, nbi_api_error *e);
 
 /* For completions and chat, after n_logprobs is set: return_token_ids, return_prompt_token_ids,
- * return_tokens_as_token_ids, logprob_token_ids, repetition_detection. */
+ * return_tokens_as_token_ids, return_meta_info, logprob_token_ids, repetition_detection. */
 nb_status nbi_params_read_openai(nbi_params *params, const json_t *body, const nbi_api_facts *facts,
                                  nbi_api_error *e);
 /* For the others. */

@@ -16,8 +16,8 @@ extern "C" {
  *  - every message is an object with a "role" of system, developer, user, assistant, tool or
  * function; developer becomes system, function becomes tool;
  *  - "content" is a string: null or absent becomes "", a list of text parts ({type:
- * text|input_text|output_text, text} or plain strings) becomes its texts joined without anything
- * between; parts of another type are refused;
+ * text|input_text|output_text, text}, {type: refusal, refusal} or plain strings) becomes its texts
+ * joined without anything between; parts of another type are refused;
  *  - "reasoning" is renamed "reasoning_content" unless that is there; null is removed;
  *  - "tool_calls" null or empty is removed; in the others function.arguments given as a JSON string
  * is parsed to an object,

@@ -18,7 +18,8 @@ TAKEN = {
     "stop": "x", "stop_token_ids": [5], "stop_regex": "x",
     "repetition_detection": {"max_pattern_size": 3, "min_count": 4}, "ignore_eos": True, "skip_special_tokens": False,
     "logprobs": {TEXT: 2, CHAT: True}, "top_logprobs": {TEXT: 2, CHAT: 0}, "logprob_token_ids": [5], "return_token_ids": True,
-    "return_prompt_token_ids": True, "return_tokens_as_token_ids": True, "prompt_logprobs": 1, "echo": True,
+    "return_prompt_token_ids": True, "return_tokens_as_token_ids": True, "return_meta_info": True, "return_prompt_text": True,
+    "input_ids": {TEXT: 5, CHAT: [5, 6]}, "truncation_side": "right", "prompt_logprobs": 1, "echo": True,
     "truncate_prompt_tokens": 5, "stream": True, "stream_options": None, "stream_interval": 2, "priority": 1, "rid": "a",
     "response_format": {"type": "text"}, "messages": {TEXT: 5, CHAT: ASK}, "tools": {TEXT: 5, CHAT: TOOLS},
     "tool_choice": {TEXT: 5, CHAT: "none"}, "parallel_tool_calls": False, "chat_template_kwargs": {"enable_thinking": False},
@@ -30,9 +31,8 @@ ELSEWHERE = {"json_schema", "regex", "ebnf", "guided_*", "structured_outputs", "
 WRONG = {"metadata": "x", "store": "x", "spaces_between_special_tokens": "x", "add_special_tokens": "x"}
 RIGHT = {"metadata": {"a": "b"}, "store": True, "spaces_between_special_tokens": True, "add_special_tokens": True}
 REFUSED = {"suffix": "x", "logits_processors": ["x"], "functions": [{"name": "f"}],
-           "input_ids": [1], "return_hidden_states": True, "return_routed_experts": True, "return_meta_info": True}
-NOTHING = {"suffix": "", "logits_processors": [], "return_hidden_states": False, "return_routed_experts": False,
-           "return_meta_info": False}
+           "return_hidden_states": True, "return_routed_experts": True}
+NOTHING = {"suffix": "", "logits_processors": [], "return_hidden_states": False, "return_routed_experts": False}
 
 # What SGLang and vLLM take.
 PEERS = """model messages prompt max_tokens max_completion_tokens temperature top_p top_k min_p frequency_penalty presence_penalty
@@ -43,7 +43,7 @@ chat_template_kwargs chat_template add_generation_prompt continue_final_message 
 reasoning_effort include_reasoning thinking_token_budget skip_special_tokens spaces_between_special_tokens cache_salt extra_key priority rid
 routed_dp_rank session_id bootstrap_host bootstrap_port bootstrap_room request_id kv_transfer_params lora_path input_ids
 custom_logit_processor custom_params return_hidden_states return_routed_experts return_cached_tokens_details return_prompt_token_ids
-return_meta_info stream_interval return_token_ids return_tokens_as_token_ids truncate_prompt_tokens use_beam_search length_penalty
+return_meta_info stream_interval return_token_ids return_tokens_as_token_ids return_prompt_text truncate_prompt_tokens truncation_side use_beam_search length_penalty
 vllm_xargs repetition_detection user""".split()
 
 
@@ -91,7 +91,7 @@ def test_other_fields(server, table, path):
             for value in ("x", 5, True, {"a": [1]}, [1]):
                 assert post(server, path, **{field: value}).status_code == 200, field
         elif kind == "refused":
-            if path == TEXT and field in ("functions", "function_call", "audio", "input_ids"):
+            if path == TEXT and field in ("functions", "function_call", "audio"):
                 continue
             if path == CHAT and field == "suffix":
                 continue

@@ -112,3 +112,66 @@ def test_refused(server):
         assert server.post("/v1/messages", {"messages": ASK, "max_tokens": 1, field: True}).status_code == 400
         error_of(server.post("/generate", {"text": "x", "sampling_params": {field: True}}), param="sampling_params." + field)
         error_of(server.post(TEXT, {"prompt": "x", field: "yes"}), param=field)
+
+
+# ---------------------------------------------------------------- what stands beside them
+
+
+def meta_of(server, prompt, n, **sampling):
+    body = {"input_ids": prompt, "return_logprob": True, "return_text_in_logprobs": True, "top_logprobs_num": 2,
+            "sampling_params": {"temperature": 0, "max_new_tokens": n, **sampling}}
+    return server.post("/generate", body).json()["meta_info"]
+
+
+@pytest.mark.parametrize("ignore_eos", [False, True])
+def test_meta_info(server, ignore_eos):
+    """SGLang's, the same as /generate says of the same prompt."""
+    prompt = server.post("/tokenize", {"messages": ASK}).json()["tokens"]
+    want = meta_of(server, prompt, 24, ignore_eos=ignore_eos)
+    found = [chat(server, logprobs=True, top_logprobs=2, return_meta_info=True, ignore_eos=ignore_eos),
+             completion(server, prompt=prompt, max_tokens=24, logprobs=2, return_meta_info=True, ignore_eos=ignore_eos)]
+    for body in found:
+        meta = body["choices"][0]["meta_info"]
+        assert meta.keys() == want.keys() and meta["e2e_latency"] > 0
+        for key in meta.keys() - {"id", "e2e_latency", "cached_tokens"}:
+            assert meta[key] == want[key], key
+        assert meta["completion_tokens"] == body["usage"]["completion_tokens"] == len(meta["output_token_logprobs"])
+    bare = chat(server, n=2, return_meta_info=True, max_tokens=3)["choices"]
+    assert all(c["meta_info"]["finish_reason"]["type"] == "length" and "output_token_logprobs" not in c["meta_info"] for c in bare)
+    assert "meta_info" not in chat(server)["choices"][0]
+    error_of(server.post(CHAT, {"messages": ASK, "stream": True, "return_meta_info": True}), param="return_meta_info")
+
+
+def test_prompt_text(server):
+    body = chat(server, return_prompt_text=True, return_token_ids=True, max_tokens=2)
+    assert body["prompt_text"] == server.post("/detokenize", {"tokens": body["prompt_token_ids"]}).json()["text"]
+    assert ASK[0]["content"] in body["prompt_text"] and "prompt_text" not in chat(server, max_tokens=2)
+    events = stream(server, CHAT, {"messages": ASK, "max_tokens": 3, "n": 2, "return_prompt_text": True})[:-1]
+    assert [e["prompt_text"] for e in events if e["choices"][0]["delta"].get("role")] == [body["prompt_text"]] * 2
+    assert sum("prompt_text" in e for e in events) == 2
+
+
+@pytest.mark.parametrize("extra", [{}, {"enable_thinking": False}, {"tools": TOOLS}, {"stop": "8"}])
+def test_input_ids(server, extra):
+    """The ids that the template gives are answered as the messages are, thinking and calls taken apart alike."""
+    ids = server.post("/tokenize", {"messages": ASK, **extra}).json()["tokens"]
+    want = chat(server, max_tokens=60, return_token_ids=True, return_prompt_text=True, **extra)
+    body = {"messages": [{"role": "user", "content": "something else"}], "input_ids": ids, "max_tokens": 60, "temperature": 0,
+            "return_token_ids": True, "return_prompt_text": True, **{k: v for k, v in extra.items() if k != "enable_thinking"}}
+    reply = server.post(CHAT, body).json()
+    assert reply["prompt_token_ids"] == ids and reply["prompt_text"] == want["prompt_text"]
+    assert reply["choices"][0]["token_ids"] == want["choices"][0]["token_ids"]
+    for key in ("content", "reasoning_content"):
+        assert reply["choices"][0]["message"][key] == want["choices"][0]["message"][key]
+    deltas = [e["choices"][0]["delta"] for e in stream(server, CHAT, body)[:-1]]
+    assert "".join(d.get("content") or "" for d in deltas) == (want["choices"][0]["message"]["content"] or "")
+
+
+@pytest.mark.parametrize("value,param", [("x", ""), ([], ""), ([[5]], ""), (["x"], ""), ([5, -1], "[1]"), ([5, "x"], "[1]"), ([5, 10**9], "[1]")])
+def test_input_ids_refused(server, value, param):
+    error_of(server.post(CHAT, {"messages": ASK, "max_tokens": 1, "input_ids": value}), param="input_ids" + param)
+
+
+def test_too_many_input_ids(server, limit):
+    error = error_of(server.post(CHAT, {"messages": ASK, "input_ids": [7] * (limit + 1)}), param="input_ids")
+    assert error["code"] == "context_length_exceeded"

@@ -129,6 +129,10 @@ def test_truncation(server, serve):
     cut = completion(server, truncate_prompt_tokens=4, echo=True)
     tail = completion(server, prompt=ids[-4:], echo=True)
     assert cut["usage"]["prompt_tokens"] == 4 and cut["choices"][0]["text"] == tail["choices"][0]["text"]
+    right = completion(server, truncate_prompt_tokens=4, truncation_side="right", echo=True)["choices"]
+    assert right[0]["text"] == completion(server, prompt=ids[:4], echo=True)["choices"][0]["text"]
+    assert completion(server, truncate_prompt_tokens=4, truncation_side="left", echo=True)["choices"] == cut["choices"]
+    error_of(server.post("/v1/completions", {"prompt": "x", "truncation_side": "middle"}), param="truncation_side")
     assert completion(server, truncate_prompt_tokens=4000)["usage"]["prompt_tokens"] == len(ids)
     small = serve("--context-length", "256")
     long = completion(small, prompt=[7] * 300, truncate_prompt_tokens=-1, max_tokens=5)
