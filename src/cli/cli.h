@@ -93,6 +93,7 @@ int nbi_cmd_check(int argc, char **argv);
 int nbi_cmd_doctor(int argc, char **argv);
 int nbi_cmd_inspect(int argc, char **argv);
 int nbi_cmd_quantize(int argc, char **argv);
+int nbi_cmd_report(int argc, char **argv);
 int nbi_cmd_roofline(int argc, char **argv);
 int nbi_cmd_serve(int argc, char **argv);
 int nbi_cmd_score(int argc, char **argv);

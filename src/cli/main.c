@@ -20,6 +20,7 @@ static const struct row {
     {"doctor", nbi_cmd_doctor, "what of this machine costs tokens per second, and what mends it"},
     {"inspect", nbi_cmd_inspect, "what a checkpoint holds and whether it can run"},
     {"quantize", nbi_cmd_quantize, "BF16 weights to NVFP4"},
+    {"report", nbi_cmd_report, "check, measure and explain a model on this machine, in one page"},
     {"roofline", nbi_cmd_roofline, "what a decode step costs at least, by arithmetic"},
     {"score", nbi_cmd_score, "log-likelihood, perplexity and logits of given tokens"},
     {"serve", nbi_cmd_serve, "the OpenAI API over HTTP"},
