@@ -66,6 +66,7 @@ static nb_status make_tokens(linear_case *c, nb_error *err)
     const nbi_matrix *m = &c->w->host;
     const bool rounded = rounds(c);
     float *x = c->x.host;
+    NB_ASSERT(x);
     c->base = nbi_malloc(BASES * (size_t)m->cols * sizeof *c->base);
     if (!c->base) return nbi_fail(err, NB_NO_MEMORY, "check: out of memory");
     nbi_gate_fill(c->g, c->base, BASES * (size_t)m->cols);

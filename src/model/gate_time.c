@@ -23,6 +23,7 @@ static uint64_t expert_bytes(const nbi_moe_experts *e)
 static uint64_t spread_ids(nbi_gate *g, const nbi_moe_shape *s, int32_t *ids, uint32_t rows)
 {
     uint64_t distinct = 0;
+    NB_ASSERT(s->top_k);
     for (uint32_t n = 0; n < CALLS; n++) {
         bool seen[1024] = {false};
         for (uint32_t t = 0; t < rows; t++) {

@@ -365,6 +365,7 @@ static nb_status load_experts(loader *ld, nbi_moe_weights *w, uint32_t layer, bo
 {
     nbi_model *m = ld->m;
     const nbi_config *c = &m->config;
+    NB_ASSERT(c->n_experts);
     nbi_matrix *all = nbi_arena_alloc(&m->arena, 3 * (size_t)c->n_experts * sizeof *all);
     if (!all) return nbi_fail(err, NB_NO_MEMORY, "loading: out of memory");
     nbi_matrix *const part[3] = {all, all + c->n_experts, all + 2 * (size_t)c->n_experts};

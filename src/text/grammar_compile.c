@@ -269,7 +269,8 @@ static void refuse(nbi_grammar_compiler *c, nbi_grammar_work *w, const nb_error 
 static void unlink_waiting(nbi_grammar_compiler *c, nbi_grammar_work *w)
 {
     nbi_grammar_work **at = &c->first;
-    while (*at != w) at = &(*at)->next;
+    while (*at && *at != w) at = &(*at)->next;
+    NB_ASSERT(*at);
     *at = w->next;
     if (!*at) c->last = at;
     c->n_waiting--;
