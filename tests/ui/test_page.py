@@ -255,6 +255,21 @@ def test_server_goes_and_comes(tab, serve, model_dir):
     one.errors.clear()
 
 
+def test_while_loading(tab, server):
+    """The state says how far it is; when it is ready the page goes on by itself."""
+    one = tab()
+    one.page.route("**/metrics", lambda route: route.fulfill(body='nibble:server_state{state="loading"} 1\n'))
+    one.page.route("**/health", lambda route: route.fulfill(status=503, json={"status": "loading", "state": "loading", "progress": 0.431}))
+    one.open(ready=False)
+    expect(one.page.locator("#state")).to_have_text("loading 43 %")
+    expect(one.page.locator("#model")).to_be_empty()
+    one.page.unroute("**/metrics")
+    expect(one.page.locator("#state")).to_have_text("ready")
+    expect(one.page.locator("#model")).not_to_be_empty()
+    assert [error for error in one.errors if "503" not in error] == []
+    one.errors.clear()
+
+
 # ---------------------------------------------------------------- hostile texts
 
 
