@@ -31,7 +31,7 @@ def browser():
 
 @pytest.fixture(scope="session")
 def server(serve):
-    server = serve()
+    server = serve("--memory-bandwidth", "3e10")
     yield server
     assert server.process.poll() is None, f"the server is gone:\n{server.log}"
     assert server.stop() == 0, server.log

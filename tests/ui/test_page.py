@@ -153,7 +153,7 @@ def test_tool_calls(tab, model_dir, shots):
 
 
 def test_charts_under_load(tab, server, shots):
-    """Load moves the lines: tokens per second, running, KV use, percentiles; behind it they fall again."""
+    """Load moves the lines: tokens per second, running, KV use, percentiles; gauge and bars of the floor; behind it they fall again."""
     one = tab().open("/#live")
     figures = one.page.locator("#charts figure")
     tokens, requests, kv, ttft, between = (figures.filter(has_text=title).first for title in (
@@ -167,9 +167,11 @@ def test_charts_under_load(tab, server, shots):
     expect(tokens.locator("dd.line0")).to_have_text(re.compile(r"^[1-9][0-9,]*$"))
     expect(kv.locator("dd.line0")).to_have_text(re.compile(r"^[0-9.]*[1-9]"))
     for chart in (ttft, between):
-        expect(chart.locator("dd.line0")).to_contain_text("ms")
+        expect(chart.locator("dd.line0")).to_have_text(re.compile(r"^[0-9.]+ (µs|ms|s)$"))
     expect(between.get_by_role("img")).to_have_attribute("aria-label", re.compile(r"^Between tokens: p50 .*s, p95 .*s, p99 .*s$"))
     assert tokens.locator("path.line0").last.get_attribute("d") != still
+    expect(figures.filter(has_text="Share of the floor").locator(".big")).to_have_text(re.compile(r"^[0-9.]+ %$"))
+    expect(figures.filter(has_text="by component")).to_contain_text("routed experts")
     one.page.screenshot(path=shots / "live.png")
     load.__exit__(None, None, None)
     expect(requests.locator("dd.line0")).to_have_text("0")

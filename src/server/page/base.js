@@ -36,7 +36,8 @@ export function number(value, digits = 3) {
 
 export function seconds(value) {
   if (value == null) return "–";
-  return value < 0.9995 ? `${number(value * 1000)} ms` : `${number(value)} s`;
+  if (value < 0.0009995) return `${number(value * 1e6)} µs`;
+  return value < 0.9995 ? `${number(value * 1e3)} ms` : `${number(value)} s`;
 }
 
 export function bytes(value) {

@@ -172,12 +172,9 @@ function take(message, delta) {
 const ENDS = { stop: "", length: "cut at the limit", tool_calls: "", abort: "aborted" };
 
 function noteOf(usage, begin, first, finish) {
-  const now = performance.now();
-  const parts = [];
-  if (usage) {
-    parts.push(`${number(usage.completion_tokens)} tokens`);
-    if (usage.completion_tokens > 1) parts.push(`${number((usage.completion_tokens - 1) / ((now - first) / 1000))} per second`);
-  }
+  const all = (performance.now() - begin) / 1000, parts = [];
+  // of the whole time: what came behind the first token may have waited somewhere and come at once
+  if (usage) parts.push(`${number(usage.completion_tokens)} tokens in ${seconds(all)} (${number(usage.completion_tokens / all)} per second)`);
   if (first) parts.push(`first after ${seconds((first - begin) / 1000)}`);
   if (ENDS[finish] ?? finish) parts.push(ENDS[finish] ?? finish);
   return parts.join(", ");
