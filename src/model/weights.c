@@ -365,19 +365,20 @@ static nb_status load_experts(loader *ld, nbi_moe_weights *w, uint32_t layer, bo
 {
     nbi_model *m = ld->m;
     const nbi_config *c = &m->config;
-    NB_ASSERT(c->n_experts);
-    nbi_matrix *all = nbi_arena_alloc(&m->arena, 3 * (size_t)c->n_experts * sizeof *all);
+    const uint32_t n_experts = c->n_experts;
+    NB_ASSERT(n_experts);
+    nbi_matrix *all = nbi_arena_alloc(&m->arena, 3 * (size_t)n_experts * sizeof *all);
     if (!all) return nbi_fail(err, NB_NO_MEMORY, "loading: out of memory");
-    nbi_matrix *const part[3] = {all, all + c->n_experts, all + 2 * (size_t)c->n_experts};
+    nbi_matrix *const part[3] = {all, all + n_experts, all + 2 * (size_t)n_experts};
     uint64_t bytes = 0;
     for (uint32_t p = 0; p < 3; p++) {
-        for (uint32_t e = 0; e < c->n_experts; e++) {
+        for (uint32_t e = 0; e < n_experts; e++) {
             NB_TRY(load_expert(ld, &part[p][e], e, p, err));
             bytes += nbi_matrix_bytes(&part[p][e]);
         }
     }
     w->experts = (nbi_moe_experts){.gate = part[0], .up = part[1], .down = part[2], .layer = layer};
-    w->experts.shape = (nbi_moe_shape){.n_experts = c->n_experts,
+    w->experts.shape = (nbi_moe_shape){.n_experts = n_experts,
                                        .top_k = c->top_k,
                                        .hidden = c->hidden,
                                        .inter = c->moe_intermediate,
@@ -388,8 +389,8 @@ static nb_status load_experts(loader *ld, nbi_moe_weights *w, uint32_t layer, bo
     if (ld->opt->verify_scales) NB_TRY(check_experts(ld, &w->experts, err));
     NB_TRY(check_runners(ld, &w->experts.shape, err));
     NB_TRY(m->runner->prepare(m->b, &w->prepared, &w->experts, err));
-    m->expert_bytes[layer] = bytes / c->n_experts;
-    if (counted) m->expert_bytes_per_layer_sum += bytes / c->n_experts;
+    m->expert_bytes[layer] = bytes / n_experts;
+    if (counted) m->expert_bytes_per_layer_sum += bytes / n_experts;
     m->weight_bytes += bytes;
     progress(ld, bytes);
     return NB_OK;
