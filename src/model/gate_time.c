@@ -25,11 +25,12 @@ static uint64_t spread_ids(nbi_gate *g, const nbi_moe_shape *s, int32_t *ids, ui
     const uint32_t n_experts = s->n_experts, top_k = s->top_k;
     uint64_t distinct = 0;
     NB_ASSERT(top_k && n_experts);
+    const uint32_t most = n_experts / top_k; /* steps between the experts of a row */
     for (uint32_t n = 0; n < CALLS; n++) {
         bool seen[1024] = {false};
         for (uint32_t t = 0; t < rows; t++) {
             uint32_t id = nbi_gate_below(g, n_experts);
-            const uint32_t step = 1 + nbi_gate_below(g, n_experts / top_k);
+            const uint32_t step = 1 + nbi_gate_below(g, most);
             for (uint32_t i = 0; i < top_k; i++, id = (id + step) % n_experts) {
                 *ids++ = (int32_t)id;
                 distinct += id < 1024 && !seen[id];
