@@ -1,8 +1,8 @@
 /* What the rows of a step say. Commit takes at once what the next step builds on: tokens, pages,
  * who has ended by an id or by length. What only readers wait for comes when results are handed
  * out: text, stop strings, events, counters of requests. With overlap that is done while the next
- * step or draft pass runs; a request that a stop string ends then has a row there, which nobody
- * takes. Either way the answer is the same. */
+ * step or draft pass runs; a request that its text ends then has a row there, which nobody takes.
+ * Either way the answer is the same. */
 #include <stdio.h>
 
 #include "base/clock.h"
@@ -183,7 +183,7 @@ static void count_drafts(nb_engine *e, const nb_request *r, uint32_t drafted, ui
     pthread_mutex_unlock(&e->lock);
 }
 
-/* A stop string was found: out of what runs or waits, and out of the rows being computed. */
+/* Ended by its text: out of what runs or waits, and out of the rows being computed. */
 static void leave_late(nb_engine *e, nb_request *r)
 {
     for (uint32_t s = 0; s < e->batch.view.n_seqs; s++)

@@ -309,7 +309,8 @@ static nb_status run_step(attention *a, nb_error *err)
     append(a, batch, &rope);
     if (a->sparse) choose_positions(a, batch, rope);
     attend(a, batch);
-    return b->ops->step_end(b, err);
+    NB_TRY(b->ops->step_end(b, err));
+    return b->ops->sync(b, err);
 }
 
 /* Attention alone, again and again, behind a step of this batch. What it gives is nothing: q is
@@ -326,7 +327,8 @@ static nb_status time_attention(attention *a, double *seconds, nb_error *err)
     for (uint32_t n = 0; n < TIME_CALLS; n++) attend(a, batch);
     NB_TRY(b->ops->sync(b, err));
     *seconds = 1e-9 * (double)(nbi_now_ns() - begin) / TIME_CALLS;
-    return b->ops->step_end(b, err);
+    NB_TRY(b->ops->step_end(b, err));
+    return b->ops->sync(b, err);
 }
 
 /* ---------------------------------------------------------------- the same in double */

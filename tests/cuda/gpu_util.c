@@ -96,6 +96,7 @@ void gpu_step_end(nbi_backend *b)
 {
     nb_error err = {0};
     if (b->ops->step_end(b, &err) != NB_OK) fail_msg("%s", err.text);
+    gpu_sync(b);
 }
 
 void gpu_sync(nbi_backend *b)

@@ -651,6 +651,7 @@ static void bench_step(void *arg)
         }
     }
     if (k->b->ops->step_end(k->b, &err) != NB_OK) fail_msg("%s", err.text);
+    gpu_sync(k->b);
 }
 
 /* The same random weight as often as it takes to be cold. The host's copy repeats 1,024 rows. */

@@ -484,6 +484,7 @@ static void bench_step(void *arg)
         }
     }
     if (k->b->ops->step_end(k->b, &err) != NB_OK) fail_msg("%s", err.text);
+    gpu_sync(k->b);
 }
 
 /* Random routings of all runs; returns the distinct experts of a run, on average. */

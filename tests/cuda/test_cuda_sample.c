@@ -68,6 +68,7 @@ static void run_gpu(const call *c, uint32_t first, uint32_t n, uint32_t shift, n
                                                    .vocab = c->V,
                                                    .n_valid = c->n_valid,
                                                    .row_fault = fault});
+    gpu_sync(c->gpu);
     gpu_free(&logits);
     op_free(x);
 }
@@ -386,6 +387,7 @@ static void bench_once(void *arg)
 {
     bench_run *r = arg;
     r->gpu->ops->sample(r->gpu, &r->a);
+    gpu_sync(r->gpu);
 }
 
 static void bench(void)

@@ -12,12 +12,11 @@
 #define MODEL NBI_TEST_SOURCE_DIR "/tests/golden/data/glm5-bf16"
 #ifdef NBI_TEST_OVERLAP_CUDA
 #define DEVICE "cuda"
-enum { ANSWER = 7, LONGEST = 70 };
+enum { ANSWER = 6, LONGEST = 12, REQUESTS = 10, LATER = 7, CANCELLED_AT = 2 }; /* emulated */
 #else
 #define DEVICE "cpu"
-enum { ANSWER = 40, LONGEST = 150 };
+enum { ANSWER = 40, LONGEST = 150, REQUESTS = 40, LATER = 25, CANCELLED_AT = 6 };
 #endif
-enum { REQUESTS = 40, LATER = 25 };
 
 static char *model; /* MODEL and a tokenizer: two letters a token */
 
@@ -145,6 +144,7 @@ static void choose_sampling(nb_sampling *s, uint32_t k)
     switch (k % 10) {
     case 1: s->n_stop_strings = 2, s->stop_strings[0] = "zb", s->stop_strings[1] = "e"; break;
     case 2: s->n_logprobs = 3, s->prompt_logprobs = true; break;
+    case 3: s->repeat_count = 2, s->repeat_max = 3; break;
     case 4:
         s->n_stop_strings = 1, s->stop_strings[0] = "a", s->min_tokens = 4, s->include_stop = true;
         s->max_tokens = ANSWER;
@@ -152,7 +152,7 @@ static void choose_sampling(nb_sampling *s, uint32_t k)
     case 5: s->frequency_penalty = 0.5f, s->n_logit_bias = 2, s->logit_bias = bias; break;
     case 6: s->n_stop_regex = 1, s->stop_regex[0] = "[aeiou][bc]t"; break;
     case 7: s->n_bad_words = 1, s->bad_words = words, s->n_logprobs = 0; break;
-    case 9: s->n_stop_strings = 1, s->stop_strings[0] = "i"; break;
+    case 9: s->n_stop_strings = 1, s->stop_strings[0] = "b"; break;
     default: break;
     }
 }
@@ -219,7 +219,7 @@ static nb_engine_stats serve(setting s, const char *overlap, uint32_t cancelled,
         assert_true(steps < 5000);
         if (steps % 3 == 1 && n < REQUESTS) submit(&out[n], e, n), n++;
         for (uint32_t k = 0; k < n; k++) read_events(&out[k]);
-        if (steps == 6 && cancelled < n) nb_request_cancel(out[cancelled].r);
+        if (steps == CANCELLED_AT && cancelled < n) nb_request_cancel(out[cancelled].r);
     }
     nb_engine_get_stats(e, &stats);
     assert_int_equal(stats.n_running + stats.n_waiting, 0);
@@ -243,10 +243,14 @@ static void compare(const answer *a, const answer *b, uint32_t but)
     }
 }
 
-static const setting settings[] = {{"none", 32, 64, 0, true},
-                                   {"mtp", 32, 64, 0, true},
-                                   {"mtp", 6, 512, 512, true},
-                                   {"none", 8, 512, 512, false}}; /* too few pages */
+static const setting settings[] = {
+    {"none", 32, 64, 0, true},
+    {"mtp", 32, 64, 0, true},
+#ifndef NBI_TEST_OVERLAP_CUDA
+    {"mtp", 6, 512, 512, true},
+    {"none", 8, 512, 512, false} /* too few pages */
+#endif
+};
 
 static void same_answers(void **state)
 {
@@ -258,7 +262,7 @@ static void same_answers(void **state)
         uint32_t by_string = 0;
         compare(off, on, REQUESTS);
         for (uint32_t k = 0; k < REQUESTS; k++) by_string += off[k].matched_string >= 0;
-        assert_true(by_string >= 3);
+        assert_true(by_string >= REQUESTS / 10);
         assert_int_equal(a.generated_tokens, b.generated_tokens);
         assert_int_equal(a.requests_finished, b.requests_finished);
         assert_int_equal(a.request_prompt_tokens, b.request_prompt_tokens);
@@ -273,9 +277,9 @@ static void a_cancelled_request(void **state)
 {
     (void)state;
     static answer off[REQUESTS], on[REQUESTS];
-    for (uint32_t k = 0; k < 2; k++) {
-        const nb_engine_stats a = serve(settings[k], "off", REQUESTS, off);
-        const nb_engine_stats b = serve(settings[k], "on", 2 * k, on);
+    for (uint32_t k = 0; k < REQUESTS / 20 + 1; k++) {
+        const nb_engine_stats a = serve(settings[k % 2], "off", REQUESTS, off);
+        const nb_engine_stats b = serve(settings[k % 2], "on", 2 * k, on);
         compare(off, on, 2 * k);
         assert_int_equal(on[2 * k].finish, NB_FINISH_CANCELLED);
         assert_int_equal(b.requests_cancelled, 1);
@@ -321,6 +325,7 @@ static void when_what_happens(void **state)
     }
 }
 
+#ifndef NBI_TEST_OVERLAP_CUDA
 /* A sampled answer of 100 tokens behind 60, and its text if wanted. */
 static void ask(answer *a, nb_engine *e, uint64_t seed, const char *stop, char *text)
 {
@@ -380,6 +385,7 @@ static void a_stop_string_of_one_put_back(void **state)
     }
     assert_in_range(preempted, 1, 31); /* it does lie around it */
 }
+#endif
 
 static void auto_follows_the_device(void **state)
 {
@@ -404,8 +410,10 @@ int main(void)
         cmocka_unit_test(same_answers),
         cmocka_unit_test(a_cancelled_request),
         cmocka_unit_test(when_what_happens),
-        cmocka_unit_test(a_stop_string_of_one_put_back),
         cmocka_unit_test(auto_follows_the_device),
+#ifndef NBI_TEST_OVERLAP_CUDA
+        cmocka_unit_test(a_stop_string_of_one_put_back),
+#endif
     };
     return cmocka_run_group_tests(tests, make_model, remove_model);
 }

@@ -86,6 +86,7 @@ static const float *step(rig *r, uint32_t from, uint32_t to, bool timed)
                            .row_fault = r->fault};
     if (timed) nbi_model_time_begin(r->m, r->t);
     if (nbi_model_forward(r->m, &r->kv, &r->batch, &logits, &err)) fail_msg("%s", err.text);
+    if (nbi_model_sync(r->m, &err)) fail_msg("%s", err.text);
     if (timed) nbi_model_time_end(r->m, r->t, rows, rows == 1);
     nbi_model_read_logits(r->m, out, logits, 1);
     return out;

@@ -78,6 +78,7 @@ static void release_reserved(nbi_cuda *c)
     nbi_rt_free_host(&c->rt, c->batch_host);
     c->scratch = NULL;
     c->batch_device = c->batch_host = NULL;
+    c->owes_faults = false;
     c->scratch_bytes = c->batch_bytes = 0;
 }
 
@@ -294,12 +295,28 @@ static nbi_cuda_graph *find_recorded(nbi_cuda *c, const nbi_cuda_key &key)
     return oldest;
 }
 
+/* Waits for the device and hands over what it owes the host. False with a sentence in rt.error. */
+static bool settle(nbi_cuda *c)
+{
+    nbi_cuda_flush(c);
+    const bool fine = nbi_rt_sync(&c->rt);
+    nbi_cuda_sample_settle(c, fine);
+    if (c->owes_faults && fine) {
+        const size_t at = reinterpret_cast<char *>(c->batch.row_fault) - c->batch_device;
+        memcpy(c->host_batch->row_fault, c->batch_host + at,
+               c->host_batch->n_rows * sizeof(int32_t));
+    }
+    c->owes_faults = false;
+    return fine;
+}
+
 /* Copies that carry a step in and out are outside of what is recorded: they are of this batch. */
 static bool cuda_step_begin(nbi_backend *b, const nbi_batch *host, uint32_t pass,
                             const nbi_batch **device)
 {
     nbi_cuda *c = nbi_cuda_of(b);
-    nbi_cuda_flush(c); /* not part of the step */
+    nbi_cuda_flush(c);             /* not part of the step */
+    if (c->owes_faults) settle(c); /* the pinned block is in use */
     const size_t bytes = place_batch(c, host);
     nbi_rt_upload(&c->rt, c->batch_device, c->batch_host, bytes);
     c->host_batch = host;
@@ -322,15 +339,9 @@ static bool cuda_step_begin(nbi_backend *b, const nbi_batch *host, uint32_t pass
     return true;
 }
 
-static nb_status report(nbi_cuda *c, nb_error *err)
-{
-    nbi_cuda_flush(c);
-    if (nbi_rt_sync(&c->rt)) return NB_OK;
-    return nbi_fail(err, NB_INTERNAL, "%s", c->rt.error);
-}
-
 static nb_status cuda_step_end(nbi_backend *b, nb_error *err)
 {
+    (void)err; /* errors stick, sync says them */
     nbi_cuda *c = nbi_cuda_of(b);
     nbi_cuda_flush(c);
     if (c->recording) c->replaying = c->recording;
@@ -340,14 +351,14 @@ static nb_status cuda_step_end(nbi_backend *b, nb_error *err)
     const size_t bytes = c->host_batch->n_rows * sizeof(int32_t);
     const size_t at = reinterpret_cast<char *>(c->batch.row_fault) - c->batch_device;
     nbi_rt_download(&c->rt, c->batch_host + at, c->batch.row_fault, bytes);
-    NB_TRY(report(c, err));
-    memcpy(c->host_batch->row_fault, c->batch_host + at, bytes);
+    c->owes_faults = true;
     return NB_OK;
 }
 
 static nb_status cuda_sync(nbi_backend *b, nb_error *err)
 {
-    return report(nbi_cuda_of(b), err);
+    nbi_cuda *c = nbi_cuda_of(b);
+    return settle(c) ? NB_OK : nbi_fail(err, NB_INTERNAL, "%s", c->rt.error);
 }
 
 /* ---------------------------------------------------------------- the clock */
@@ -416,6 +427,7 @@ const nbi_backend_ops nbi_cuda_ops = {
     .size = sizeof(nbi_backend_ops),
     .name = "cuda",
     .mla_expanded = false,
+    .asynchronous = true,
     .open = cuda_open,
     .close = cuda_close,
     .alloc = cuda_alloc,

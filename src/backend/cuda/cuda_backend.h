@@ -1,7 +1,8 @@
 /* The CUDA backend from inside. Private to src/backend/cuda and src/moe/cuda.
  *
  * Activations are float32. Everything runs in one stream in the order of the calls; nothing but
- * `sample`, `download` and `step_end` waits for the device.
+ * `sync` and `download` waits for the device, but a step or `sample` for the one before it that
+ * nobody has waited for.
  *
  * Recorded steps: the calls of a step depend on the batch's counts (rows, sequences, logit rows, a
  * bound of the longest sequence) and on nothing else the host knows; everything else is read from
@@ -68,6 +69,7 @@ struct nbi_cuda {
     size_t batch_bytes;
     nbi_batch batch; /* device form */
     const nbi_batch *host_batch;
+    bool owes_faults; /* the step has ended, and nobody has waited: row_fault of host_batch */
     nbi_cuda_graph recorded[NBI_CUDA_GRAPHS], *recording, *replaying;
     uint64_t n_steps;
 
@@ -167,6 +169,8 @@ void nbi_cuda_sample(nbi_backend *b, const nbi_sample_args *a);
 /* Scratch bytes of the operators for any call within the limits. */
 size_t nbi_cuda_linear_scratch(const nbi_cuda *c, const nbi_limits *limits);
 size_t nbi_cuda_attention_scratch(const nbi_cuda *c, const nbi_limits *limits);
+/* Writes what `sample` owes the host, behind a wait that went well or not. */
+void nbi_cuda_sample_settle(nbi_cuda *c, bool fine);
 /* The sampler's own memory; its device bytes. */
 size_t nbi_cuda_sampler_bytes(const nbi_limits *limits);
 nb_status nbi_cuda_sampler_open(nbi_cuda *c, const nbi_limits *limits, nb_error *err);

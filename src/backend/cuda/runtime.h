@@ -35,8 +35,8 @@ struct nbi_rt {
                          nbi_wait_before() */
     uint32_t n_clock; /* marks of nbi_rt_clock_open() */
 #if NBI_EMULATED
-    std::vector<std::function<void()>> *record;
-    uint64_t *clock; /* [n_clock] */
+    std::vector<std::function<void()>> *record, *stream; /* stream: asked for, done by a wait */
+    uint64_t *clock;                                     /* [n_clock] */
 #else
     cudaStream_t stream;
     cudaEvent_t opened, mark;        /* of nbi_rt_seconds() */
@@ -94,6 +94,12 @@ void nbi_rt_fail(nbi_rt *rt, const char *what, int code);
 
 /* ---------------------------------------------------------------- launches */
 
+#if NBI_EMULATED
+/* The next of the stream, or of the recording. Done as late as may be: behind a wait that is
+ * missing on a device, what it gives is missing here. */
+void nbi_rt_later(nbi_rt *rt, const std::function<void()> &step);
+#endif
+
 template <class T> struct nbi_same {
     using type = T;
 };
@@ -107,11 +113,7 @@ inline void nbi_launch(nbi_rt *rt, dim3 grid, dim3 block, size_t shared, void (*
     rt->n_calls++;
 #if NBI_EMULATED
     const auto body = [=] { kernel(args...); };
-    const auto all = [=] { nbi_emu_run(grid, block, shared, body); };
-    if (rt->recording)
-        rt->record->push_back(all);
-    else
-        all();
+    nbi_rt_later(rt, [=] { nbi_emu_run(grid, block, shared, body); });
 #else
     if (shared > 16u << 10) { /* with a kernel's static memory, more than 48 KB must be asked for */
         const cudaError_t e = cudaFuncSetAttribute(

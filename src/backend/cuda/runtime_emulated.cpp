@@ -20,13 +20,33 @@ bool nbi_rt_open(nbi_rt *rt)
     rt->shared_max = 227u << 10;
     snprintf(rt->name, sizeof rt->name, "emulated on the CPU");
     snprintf(rt->driver, sizeof rt->driver, "none");
+    rt->record = new std::vector<std::function<void()>>;
+    rt->stream = new std::vector<std::function<void()>>;
     return true;
+}
+
+void nbi_rt_later(nbi_rt *rt, const std::function<void()> &step)
+{
+    (rt->recording ? rt->record : rt->stream)->push_back(step);
+}
+
+/* Does what was asked for. */
+static void catch_up(nbi_rt *rt)
+{
+    std::vector<std::function<void()>> steps;
+    steps.swap(*rt->stream);
+    for (const std::function<void()> &step : steps)
+        if (!rt->error[0]) step();
+    steps.clear();
+    rt->stream->swap(steps); /* keeps its memory */
 }
 
 void nbi_rt_close(nbi_rt *rt)
 {
+    catch_up(rt);
     delete rt->record;
-    rt->record = NULL;
+    delete rt->stream;
+    rt->record = rt->stream = NULL;
     free(rt->clock);
     rt->clock = NULL;
 }
@@ -43,6 +63,7 @@ void *nbi_rt_alloc(nbi_rt *rt, size_t bytes)
 void nbi_rt_free(nbi_rt *rt, void *p)
 {
     rt->n_calls++;
+    catch_up(rt);
     free(p);
 }
 
@@ -63,36 +84,27 @@ bool nbi_rt_memory(nbi_rt *rt, size_t *free_bytes, size_t *total_bytes)
     return true;
 }
 
-static void now_or_later(nbi_rt *rt, const std::function<void()> &step)
-{
-    if (rt->error[0]) return;
-    if (rt->recording)
-        rt->record->push_back(step);
-    else
-        step();
-}
-
 void nbi_rt_upload(nbi_rt *rt, void *dst, const void *src, size_t bytes)
 {
     rt->n_calls++;
-    now_or_later(rt, [=] { memcpy(dst, src, bytes); });
+    nbi_rt_later(rt, [=] { memcpy(dst, src, bytes); });
 }
 
 void nbi_rt_download(nbi_rt *rt, void *dst, const void *src, size_t bytes)
 {
-    now_or_later(rt, [=] { memcpy(dst, src, bytes); });
+    nbi_rt_later(rt, [=] { memcpy(dst, src, bytes); });
 }
 
 void nbi_rt_copy(nbi_rt *rt, void *dst, const void *src, size_t bytes)
 {
     rt->n_calls++;
-    now_or_later(rt, [=] { memcpy(dst, src, bytes); });
+    nbi_rt_later(rt, [=] { memcpy(dst, src, bytes); });
 }
 
 void nbi_rt_zero(nbi_rt *rt, void *dst, size_t bytes)
 {
     rt->n_calls++;
-    now_or_later(rt, [=] { memset(dst, 0, bytes); });
+    nbi_rt_later(rt, [=] { memset(dst, 0, bytes); });
 }
 
 void nbi_rt_mark(nbi_rt *rt, uint32_t i)
@@ -102,17 +114,19 @@ void nbi_rt_mark(nbi_rt *rt, uint32_t i)
 
 void nbi_rt_wait_mark(nbi_rt *rt, uint32_t i)
 {
-    (void)rt, (void)i;
+    (void)i;
+    catch_up(rt);
 }
 
 bool nbi_rt_sync(nbi_rt *rt)
 {
+    catch_up(rt);
     return !rt->error[0];
 }
 
 double nbi_rt_seconds(nbi_rt *rt)
 {
-    (void)rt;
+    catch_up(rt);
     return (double)nbi_now_ns() * 1e-9;
 }
 
@@ -126,7 +140,7 @@ bool nbi_rt_clock_open(nbi_rt *rt, uint32_t n_marks)
 
 void nbi_rt_clock_mark(nbi_rt *rt, uint32_t i)
 {
-    rt->clock[i] = nbi_now_ns();
+    nbi_rt_later(rt, [=] { rt->clock[i] = nbi_now_ns(); });
 }
 
 uint64_t nbi_rt_clock_ns(nbi_rt *rt, uint32_t from, uint32_t to)
@@ -137,7 +151,6 @@ uint64_t nbi_rt_clock_ns(nbi_rt *rt, uint32_t from, uint32_t to)
 void nbi_rt_record(nbi_rt *rt)
 {
     rt->n_calls++;
-    if (!rt->record) rt->record = new std::vector<std::function<void()>>;
     rt->record->clear();
     rt->recording = true;
 }
@@ -154,8 +167,7 @@ nbi_rt_graph *nbi_rt_record_end(nbi_rt *rt)
 void nbi_rt_replay(nbi_rt *rt, nbi_rt_graph *g)
 {
     rt->n_calls++;
-    for (const std::function<void()> &step : g->steps)
-        if (!rt->error[0]) step();
+    rt->stream->insert(rt->stream->end(), g->steps.begin(), g->steps.end());
 }
 
 void nbi_rt_graph_free(nbi_rt *rt, nbi_rt_graph **g)

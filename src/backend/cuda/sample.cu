@@ -57,6 +57,9 @@ struct sampler {
     uint32_t *words;              /* [max_words] lists */
     nbi_sample_out *outs;         /* [max_rows] */
     size_t max_words, n_words;    /* words in use: on their way until the next wait */
+    nbi_sample_out *owed_out;     /* host [n_owed]: where outs go behind the wait; NULL: nowhere */
+    int32_t *owed_fault;
+    uint32_t n_owed;
 };
 
 /* ---------------------------------------------------------------- scan */
@@ -668,6 +671,7 @@ void nbi_cuda_sample(nbi_backend *b, const nbi_sample_args *a)
     nbi_cuda *c = nbi_cuda_of(b);
     sampler *s = static_cast<sampler *>(c->sampler);
     NB_ASSERT(s && a->n_rows <= s->max_rows && a->vocab <= s->vocab);
+    if (s->owed_out) nbi_cuda_sample_settle(c, nbi_rt_sync(&c->rt));
     s->n_words = 0;
     for (uint32_t first = 0; first < a->n_rows;) {
         const uint32_t n = run_round(c, s, a, first);
@@ -678,11 +682,20 @@ void nbi_cuda_sample(nbi_backend *b, const nbi_sample_args *a)
         first += n;
     }
     nbi_rt_download(&c->rt, s->outs, s->v.out, a->n_rows * sizeof *s->outs);
-    const bool fine = nbi_rt_sync(&c->rt);
-    for (uint32_t r = 0; r < a->n_rows; r++) {
-        if (!fine) s->outs[r].id = -1; /* the sentence comes with the next sync */
-        a->out[r] = s->outs[r];
-        if (s->outs[r].id < 0 && a->row_fault && a->row_fault[r] == 0)
-            a->row_fault[r] = 1 + static_cast<int32_t>(NBI_WHERE_LOGITS);
+    s->owed_out = a->out;
+    s->owed_fault = a->row_fault;
+    s->n_owed = a->n_rows;
+}
+
+void nbi_cuda_sample_settle(nbi_cuda *c, bool fine)
+{
+    sampler *s = static_cast<sampler *>(c->sampler);
+    if (!s || !s->owed_out) return;
+    for (uint32_t r = 0; r < s->n_owed; r++) {
+        if (!fine) s->outs[r].id = -1;
+        s->owed_out[r] = s->outs[r];
+        if (s->outs[r].id < 0 && s->owed_fault && s->owed_fault[r] == 0)
+            s->owed_fault[r] = 1 + static_cast<int32_t>(NBI_WHERE_LOGITS);
     }
+    s->owed_out = NULL;
 }
