@@ -17,8 +17,8 @@ CHROMIUM = shutil.which("chromium") or "/usr/bin/chromium"
 expect.set_options(timeout=60_000)
 
 
-# Of the package: Playwright's event loop would be in the way of asynchronous tests behind these.
-@pytest.fixture(scope="package")
+# Not of the session: Playwright's event loop would be in the way of asynchronous tests behind these.
+@pytest.fixture(scope="module")
 def browser():
     if not pathlib.Path(CHROMIUM).exists():
         pytest.skip("needs Debian's package chromium; the one of Ubuntu is a snap, which a test does not install")
