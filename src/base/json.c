@@ -216,6 +216,56 @@ nb_status nbi_json_parse(json_t **out, const char *text, size_t n_bytes, const c
     return NB_OK;
 }
 
+/* The code unit of "\uXXXX" at s[0, n), or -1. */
+static long unit_at(const char *s, size_t n)
+{
+    long unit = 0;
+    if (n < 6 || s[0] != '\\' || s[1] != 'u') return -1;
+    for (size_t i = 2; i < 6; i++) {
+        char c = s[i];
+        int digit = c >= '0' && c <= '9'   ? c - '0'
+                    : c >= 'a' && c <= 'f' ? c - 'a' + 10
+                    : c >= 'A' && c <= 'F' ? c - 'A' + 10
+                                           : -1;
+        if (digit < 0) return -1;
+        unit = unit * 16 + digit;
+    }
+    return unit;
+}
+
+void nbi_json_mend(char *text, size_t n)
+{
+    for (size_t i = 0; i < n;) {
+        char *backslash = memchr(text + i, '\\', n - i);
+        if (!backslash) return;
+        i = (size_t)(backslash - text);
+        long unit = unit_at(text + i, n - i);
+        if (unit != 0 && (unit < 0xd800 || unit > 0xdfff)) {
+            i += unit < 0 ? 2 : 6;
+            continue;
+        }
+        long next = n - i > 6 ? unit_at(text + i + 6, n - i - 6) : -1;
+        if (unit != 0 && unit < 0xdc00 && next >= 0xdc00 && next <= 0xdfff) {
+            i += 12;
+        } else {
+            memcpy(text + i, "\\ufffd", 6);
+            i += 6;
+        }
+    }
+}
+
+nb_status nbi_json_parse_mended(json_t **out, const char *text, size_t n_bytes, const char *name,
+                                nb_error *err)
+{
+    char *copy = nbi_malloc(n_bytes + 1);
+    if (!copy) return nbi_fail(err, NB_NO_MEMORY, "%s: no memory to parse", name);
+    if (n_bytes) memcpy(copy, text, n_bytes);
+    nbi_json_mend(copy, n_bytes);
+    nb_status status = nbi_json_parse(out, copy, n_bytes, name, err);
+    nbi_free(copy);
+    return status;
+}
+
 nb_status nbi_json_load(json_t **out, const char *path, size_t max_bytes, nb_error *err)
 {
     char *text;

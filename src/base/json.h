@@ -18,6 +18,14 @@ extern "C" {
 /* `name` is what errors call it (a path, "request body"). */
 nb_status nbi_json_parse(json_t **out, const char *text, size_t n_bytes, const char *name,
                          nb_error *err);
+
+/* What clients send and the parser refuses without naming a field: half surrogate pairs, as they
+ * cut strings between the halves, and \u0000, which programs print. Each becomes \ufffd, in place.
+ */
+void nbi_json_mend(char *text, size_t n);
+/* Of a text that stays as it is. */
+nb_status nbi_json_parse_mended(json_t **out, const char *text, size_t n_bytes, const char *name,
+                                nb_error *err);
 nb_status nbi_json_load(json_t **out, const char *path, size_t max_bytes, nb_error *err);
 
 /* Optional members: absent or null leaves *out as it is. A wrong type is NB_INVALID naming `name`

@@ -123,46 +123,6 @@ nb_status nbi_field_object(json_t **out, const json_t *obj, const char *prefix, 
     return NB_OK;
 }
 
-/* The code unit of "\uXXXX" at s[0, n), or -1. */
-static long unit_at(const char *s, size_t n)
-{
-    long unit = 0;
-    if (n < 6 || s[0] != '\\' || s[1] != 'u') return -1;
-    for (size_t i = 2; i < 6; i++) {
-        char c = s[i];
-        int digit = c >= '0' && c <= '9'   ? c - '0'
-                    : c >= 'a' && c <= 'f' ? c - 'a' + 10
-                    : c >= 'A' && c <= 'F' ? c - 'A' + 10
-                                           : -1;
-        if (digit < 0) return -1;
-        unit = unit * 16 + digit;
-    }
-    return unit;
-}
-
-/* Clients cut strings between the halves of a pair; the reader of JSON refuses the rest without
- * naming a field. Six bytes give way to six. */
-static void replace_lone_surrogates(char *text, size_t n)
-{
-    for (size_t i = 0; i < n;) {
-        char *backslash = memchr(text + i, '\\', n - i);
-        if (!backslash) return;
-        i = (size_t)(backslash - text);
-        long unit = unit_at(text + i, n - i);
-        if (unit < 0xd800 || unit > 0xdfff) {
-            i += unit < 0 ? 2 : 6;
-            continue;
-        }
-        long next = n - i > 6 ? unit_at(text + i + 6, n - i - 6) : -1;
-        if (unit < 0xdc00 && next >= 0xdc00 && next <= 0xdfff) {
-            i += 12;
-        } else {
-            memcpy(text + i, "\\ufffd", 6);
-            i += 6;
-        }
-    }
-}
-
 /* A value of three bytes costs up to two hundred in memory, so that a body within its limit could
  * fill it. One walk over the bytes; what is not JSON is left to the parser. */
 static nb_status check_amount(const char *text, size_t n, nbi_api_error *e)
@@ -198,7 +158,7 @@ nb_status nbi_body_parse(json_t **out, char *text, size_t n_bytes, nbi_api_error
     json_t *root = NULL;
     if (n_bytes == 0) return nbi_api_fail(e, 400, NULL, NULL, "the request body is empty");
     NB_TRY(check_amount(text, n_bytes, e));
-    replace_lone_surrogates(text, n_bytes);
+    nbi_json_mend(text, n_bytes);
     nb_status status = nbi_json_parse(&root, text, n_bytes, "request body", &err);
     if (status != NB_OK) return nbi_api_from(e, status, &err, NULL);
     if (!json_is_object(root)) {

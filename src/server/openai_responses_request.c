@@ -155,7 +155,7 @@ static nb_status add_call(builder *b, const json_t *item, const char *place, nbi
     NB_TRY(nbi_field_need_str(&text, item, place, "arguments", e));
     snprintf(at, sizeof at, "%.*s.arguments", NBI_PARAM_MAX - 16, place);
     if (text[0]) {
-        nb_status status = nbi_json_parse(&arguments, text, strlen(text), at, &err);
+        nb_status status = nbi_json_parse_mended(&arguments, text, strlen(text), at, &err);
         if (status != NB_OK) return nbi_api_from(e, status, &err, at);
     } else {
         arguments = json_object();

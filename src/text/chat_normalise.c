@@ -111,8 +111,8 @@ static nb_status normalise_call(json_t *call, const char *place, nb_error *err)
     char name[PLACE_MAX + 32];
     json_t *parsed = NULL;
     snprintf(name, sizeof name, "%s.function.arguments", place);
-    nb_status st = nbi_json_parse(&parsed, json_string_value(arguments),
-                                  json_string_length(arguments), name, err);
+    nb_status st = nbi_json_parse_mended(&parsed, json_string_value(arguments),
+                                         json_string_length(arguments), name, err);
     if (st == NB_NO_MEMORY) return st;
     if (st != NB_OK) return nbi_fail_prefix(err, NB_INVALID, "not a JSON object");
     if (!json_is_object(parsed)) {

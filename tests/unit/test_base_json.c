@@ -243,6 +243,33 @@ static void files_are_loaded_by_name(void **state)
     assert_int_equal(nbi_json_load(&v, "no-such.json", 1 << 20, &err), NB_NOT_FOUND);
 }
 
+static void test_mend(void **state)
+{
+    (void)state;
+    static const char *const cases[][2] = {
+        {"\\ud83d", "\\ufffd"},
+        {"\\ude42x\\ud83d", "\\ufffdx\\ufffd"},
+        {"\\ud83d\\ude42", "\\ud83d\\ude42"},
+        {"\\ud83d\\ud83d\\ude42", "\\ufffd\\ud83d\\ude42"},
+        {"a\\u0000\\U0000", "a\\ufffd\\U0000"},
+        {"\\\\u0000\\\\\\u0000", "\\\\u0000\\\\\\ufffd"},
+        {"\\ud83d\\u0000", "\\ufffd\\ufffd"},
+        {"\\u000", "\\u000"},
+        {"\\", "\\"},
+        {"", ""},
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        char text[64];
+        snprintf(text, sizeof text, "%s", cases[i][0]);
+        nbi_json_mend(text, strlen(text));
+        assert_string_equal(text, cases[i][1]);
+    }
+    json_t *root = NULL;
+    assert_int_equal(nbi_json_parse_mended(&root, "[\"\\u0000\"]", 10, "x", NULL), NB_OK);
+    assert_string_equal(json_string_value(json_array_get(root, 0)), "\xef\xbf\xbd");
+    json_decref(root);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -254,6 +281,7 @@ int main(void)
         cmocka_unit_test(parsing_without_memory),
         cmocka_unit_test(dumping_without_memory),
         cmocka_unit_test(files_are_loaded_by_name),
+        cmocka_unit_test(test_mend),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
