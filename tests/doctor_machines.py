@@ -2,6 +2,7 @@
 and admin-guide, proc(5), and DMTF's SMBIOS reference. A tree is a dict of path -> text, bytes or Link; None takes a path away.
 """
 
+import json
 import os
 import struct
 
@@ -202,6 +203,21 @@ def nvidia(uvm=510):
             "dev/nvidiactl": "c 195:255 0666", "dev/nvidia-uvm": f"c {uvm}:0 0666"}
 
 
+def nvml(addresses, first=None, peer=0, ancestor=30, **top):
+    """nvml.json: what NVML says of idle GPUs without a fault; first: what is different about the first of them, top: about the library."""
+    well = dict(name="NVIDIA RTX PRO 6000 Blackwell Server Edition", capability_major=12, capability_minor=0, memory_bytes=102641958912,
+                bar1_bytes=137438953472, persistence=1, power_limit_mw=600000, power_default_mw=600000, temperature_c=35,
+                temperature_slowdown_c=92, sm_mhz=180, sm_max_mhz=2430, memory_mhz=405, memory_max_mhz=12481, clock_reasons=1,
+                performance_state=8, utilization=0, ecc=1, ecc_pending=1, ecc_corrected=0, ecc_uncorrected=0, remapped=0, remap_pending=0,
+                remap_failed=0, mig=0, compute_mode=0, processes=0, nvlinks=[])
+    n = len(addresses)
+    devices = [well | {"pci": a, "peer_read": [None if i == k else peer for k in range(n)],
+                       "peer_write": [None if i == k else peer for k in range(n)],
+                       "ancestor": [None if i == k else ancestor for k in range(n)]} | (first or {} if i == 0 else {})
+               for i, a in enumerate(addresses)]
+    return {"nvml.json": json.dumps({"init": 0, "driver_version": "580.95.05", "cuda_driver_version": 13000, "devices": devices} | top)}
+
+
 def nvme(root, bus, now=(4, 4), **more):
     number = int(bus[-2:], 16)
     return (device(root, 0x1022, 0x14ad, PORT, (4, 4), now, payload=(512, 256), buses=(int(root[5:7], 16), number, number))
@@ -224,6 +240,7 @@ def disk(name, number, part=None, pci=None, rotational=0, ahead=128, kind="ext4"
 MODEL = {"model/model-00001-of-00002.safetensors": bytes(ROOM), "model/model-00002-of-00002.safetensors": bytes(ROOM // 2)}
 
 
+ON_SERVER = ("0000:01:00.0", "0000:81:00.0")
 SOCKET0, SOCKET1 = ("0-7", range(8)), ("8-15", range(8, 16))
 
 
@@ -231,7 +248,7 @@ def server(first=None, second=None, drive=None):
     """Two sockets with a GPU each, as it should be. first, second, drive: what is different about a GPU or the NVMe."""
     return (gpu("0000:00:01.1", "0000:01", 0, *SOCKET0, 0, group=11, **(first or {}))
             | gpu("0000:80:01.1", "0000:81", 1, *SOCKET1, 1, group=12, **(second or {}))
-            | nvme("0000:00:03.1", "0000:02", **(drive or {})) | nvidia()
+            | nvme("0000:00:03.1", "0000:02", **(drive or {})) | nvidia() | nvml(ON_SERVER, ancestor=50)
             | {"sys/class/iommu/ivhd0/amd-iommu/cap": "80b40f"}
             | cpus(16, "AuthenticAMD", "AMD EPYC 9654 96-Core Processor", AVX512, "amd-pstate-epp", "performance", "performance",
                  sockets=2)
@@ -265,6 +282,7 @@ def vm():
     """KVM with two GPUs handed through; a processor type without AVX-512. The ports are the hypervisor's invention."""
     near = ("0-7", range(8))
     return (gpu("0000:00:02.0", "0000:01", -1, *near, 0, slot=(1, 1)) | gpu("0000:00:02.1", "0000:02", -1, *near, 1, slot=(1, 1)) | nvidia()
+            | nvml(("0000:01:00.0", "0000:02:00.0"), peer=1)
             | cpus(8, "AuthenticAMD", "AMD EPYC-Milan Processor", "fpu sse2 avx2 fma hypervisor", None, None, None)
             | {"proc/meminfo": meminfo(131000000, 120000000)} | nodes(["0-7"], [131000000])
             | kernel("6.1.0-28-amd64", "#1 SMP PREEMPT_DYNAMIC Debian 6.1.119-1 (2024-11-22)", clock="kvm-clock")

@@ -96,6 +96,9 @@ static void print_machine(const nbi_facts *f)
            f->cpu.model ? f->cpu.model : "unknown processor", f->cpu.online.n,
            f->memory.total_kb > 0 ? (double)f->memory.total_kb * 1024e-9 : 0, f->memory.n_nodes,
            f->memory.n_nodes == 1 ? "" : "s", f->kernel.release ? f->kernel.release : "unknown");
+    for (uint32_t i = 0; i < f->nvml.n_gpus; i++)
+        printf("         %s %s, %.1f GB\n", f->nvml.gpus[i].address, f->nvml.gpus[i].name,
+               f->nvml.gpus[i].memory_bytes > 0 ? (double)f->nvml.gpus[i].memory_bytes * 1e-9 : 0);
 }
 
 static void print_unseen(const nbi_facts *f)
@@ -163,6 +166,28 @@ static json_t *unseen_json(const nbi_facts *f)
     return list;
 }
 
+/* GPUs as NVML has them; numbers that are not known are left out. */
+static json_t *gpus_json(const nbi_facts *f)
+{
+    json_t *list = json_array();
+    for (uint32_t i = 0; i < f->nvml.n_gpus; i++) {
+        const nbi_gpu *g = &f->nvml.gpus[i];
+        json_t *o = json_pack("{s:s, s:s}", "name", g->name, "pci", g->address);
+        json_t *peers = json_array();
+#define X(name) \
+    if (g->name != NBI_UNKNOWN) json_object_set_new(o, #name, json_integer(g->name));
+        NBI_GPU_NUMBERS(X)
+#undef X
+        for (uint32_t k = 0; k < f->nvml.n_gpus; k++)
+            json_array_append_new(peers, g->peer_read[k] == NBI_UNKNOWN
+                                             ? json_null()
+                                             : json_integer(g->peer_read[k]));
+        json_object_set_new(o, "peer_read", peers);
+        json_array_append_new(list, o);
+    }
+    return list;
+}
+
 static json_t *machine_json(const nbi_facts *f)
 {
     const nbi_place_facts *p = &f->place;
@@ -179,14 +204,15 @@ static json_t *machine_json(const nbi_facts *f)
 static bool print_json(const nbi_doctor *d, int status)
 {
     const nbi_facts *f = nbi_doctor_facts(d);
-    json_t *root = json_pack(
-        "{s:s, s:i, s:{s:i, s:i, s:i, s:i}, s:o, s:{s:f, s:f}, s:o, s:o}", "version", nb_version(),
-        "status", status, "counts", "fault", (int)nbi_doctor_count(d, NBI_FINDING_FAULT), "warning",
-        (int)nbi_doctor_count(d, NBI_FINDING_WARNING), "note",
-        (int)nbi_doctor_count(d, NBI_FINDING_NOTE), "ok", (int)nbi_doctor_count(d, NBI_FINDING_OK),
-        "machine", machine_json(f), "measured", "memory_bytes_per_s", f->measured.memory_rate,
-        "file_bytes_per_s", f->measured.file_rate, "findings", findings_json(d), "unseen",
-        unseen_json(f));
+    json_t *root = json_pack("{s:s, s:i, s:{s:i, s:i, s:i, s:i}, s:o, s:o, s:{s:f, s:f}, s:o, s:o}",
+                             "version", nb_version(), "status", status, "counts", "fault",
+                             (int)nbi_doctor_count(d, NBI_FINDING_FAULT), "warning",
+                             (int)nbi_doctor_count(d, NBI_FINDING_WARNING), "note",
+                             (int)nbi_doctor_count(d, NBI_FINDING_NOTE), "ok",
+                             (int)nbi_doctor_count(d, NBI_FINDING_OK), "machine", machine_json(f),
+                             "gpus", gpus_json(f), "measured", "memory_bytes_per_s",
+                             f->measured.memory_rate, "file_bytes_per_s", f->measured.file_rate,
+                             "findings", findings_json(d), "unseen", unseen_json(f));
     char *text = root ? nbi_json_dumps(root) : NULL;
     if (text) puts(text);
     nbi_free(text);

@@ -15,7 +15,7 @@ struct nbi_doctor {
 };
 
 static const nbi_doctor_rule *const tables[] = {nbi_rules_cpu, nbi_rules_memory, nbi_rules_system,
-                                                nbi_rules_pci};
+                                                nbi_rules_pci, nbi_rules_gpu};
 
 const char *nbi_finding_level_name(nbi_finding_level level)
 {
@@ -69,6 +69,7 @@ static void read_facts(nbi_facts *f, const nbi_doctor_options *o)
     nbi_facts_pci(f);
     nbi_facts_nodes(f);
     nbi_facts_topology(f);
+    nbi_facts_nvml(f);
     nbi_facts_storage(f, o->model);
     nbi_doctor_measure(f, o);
 }

@@ -127,6 +127,44 @@ typedef struct nbi_pci_facts {
     const char *driver_version; /* /proc/driver/nvidia/version; NULL: no module */
 } nbi_pci_facts;
 
+/* Numbers of a GPU, by NVML: field, and its name in a recorded nvml.json. Units in the names; enums
+ * and bit masks as NVML has them. */
+/* clang-format off */
+#define NBI_GPU_NUMBERS(X)                                                       \
+    X(capability_major) X(capability_minor) X(memory_bytes) X(bar1_bytes)        \
+    X(persistence) X(power_limit_mw) X(power_default_mw) X(temperature_c)        \
+    X(temperature_slowdown_c) X(sm_mhz) X(sm_max_mhz) X(memory_mhz)              \
+    X(memory_max_mhz) X(clock_reasons) X(performance_state) X(utilization)       \
+    X(ecc) X(ecc_pending) X(ecc_corrected) X(ecc_uncorrected) X(remapped)        \
+    X(remap_pending) X(remap_failed) X(retired_pending) X(mig) X(compute_mode)   \
+    X(processes)
+/* clang-format on */
+
+#define NBI_GPUS_MAX  64u
+#define NBI_LINKS_MAX 36u /* NVML_NVLINK_MAX_LINKS */
+
+typedef struct nbi_gpu {
+    const char *name, *address; /* address as in sysfs */
+    int64_t lost;               /* what NVML said instead of a handle; 0: nothing */
+#define X(field) int64_t field;
+    NBI_GPU_NUMBERS(X)
+#undef X
+    int64_t links[NBI_LINKS_MAX];                              /* NVLink: 1 active, 0 not */
+    uint32_t n_links;                                          /* that this GPU has */
+    int64_t peer_read[NBI_GPUS_MAX], peer_write[NBI_GPUS_MAX]; /* nvmlGpuP2PStatus; 0 is well */
+    int64_t ancestor[NBI_GPUS_MAX];                            /* nvmlGpuTopologyLevel */
+} nbi_gpu;
+
+typedef struct nbi_nvml_facts {
+    bool asked;          /* there is a driver that it could speak to, or a record */
+    const char *missing; /* why the library could not be loaded; NULL */
+    int64_t init;        /* what nvmlInit_v2() returned */
+    const char *driver;
+    int64_t cuda; /* 13000 for CUDA 13.0 */
+    nbi_gpu *gpus;
+    uint32_t n_gpus;
+} nbi_nvml_facts;
+
 /* Where the model lies; all unknown without a path. */
 typedef struct nbi_storage_facts {
     const char *path, *mount, *type, *source, *options;
@@ -155,8 +193,12 @@ typedef struct nbi_facts {
     nbi_storage_facts storage;
     nbi_topology_facts topology;
     nbi_pci_facts pci;
+    nbi_nvml_facts nvml;
     nbi_measured_facts measured;
 } nbi_facts;
+
+/* The GPU of a PCI address by NVML; NULL. */
+const nbi_gpu *nbi_facts_gpu_at(const nbi_facts *f, const char *address);
 
 /* Row of a PCI address; NULL. */
 const nbi_pci_device *nbi_facts_pci_at(const nbi_facts *f, const char *address);
@@ -169,6 +211,7 @@ void nbi_facts_place(nbi_facts *f);
 void nbi_facts_pci(nbi_facts *f);
 void nbi_facts_nodes(nbi_facts *f);    /* behind nbi_facts_pci() */
 void nbi_facts_topology(nbi_facts *f); /* behind nbi_facts_pci() */
+void nbi_facts_nvml(nbi_facts *f);     /* behind nbi_facts_nodes() */
 void nbi_facts_storage(nbi_facts *f, const char *model);
 
 #ifdef __cplusplus

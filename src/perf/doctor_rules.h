@@ -35,6 +35,7 @@ extern const nbi_doctor_rule nbi_rules_cpu[];
 extern const nbi_doctor_rule nbi_rules_memory[];
 extern const nbi_doctor_rule nbi_rules_system[];
 extern const nbi_doctor_rule nbi_rules_pci[];
+extern const nbi_doctor_rule nbi_rules_gpu[];
 
 #ifdef __cplusplus
 }

@@ -153,9 +153,16 @@ static void merging(const nbi_facts *f, nbi_verdicts *v)
 static void room(const nbi_facts *f, nbi_verdicts *v)
 {
     const double left = (double)f->memory.group_bytes, model = (double)f->storage.model_bytes;
+    const char *source = "/proc/meminfo, memory.max of the control groups, NVML, the model's files";
+    double device = 0;
+    for (uint32_t i = 0; i < f->nvml.n_gpus; i++)
+        if ((double)f->nvml.gpus[i].memory_bytes > device)
+            device = (double)f->nvml.gpus[i].memory_bytes;
     if (!f->memory.group_bytes || f->storage.model_bytes <= 0) return;
-    const char *source = "/proc/meminfo, memory.max of the control groups, the model's files";
-    if (model > left)
+    if (model < device)
+        nbi_judge(v, NBI_FINDING_OK, "", source, "%.1f GB of %.1f GB of a GPU", model * 1e-9,
+                  device * 1e-9);
+    else if (model > left)
         nbi_judge(v, NBI_FINDING_WARNING, "", source,
                   "the model's files have %.1f GB, this process may use %.1f GB", model * 1e-9,
                   left * 1e-9)

@@ -46,12 +46,15 @@ static void link_state(const nbi_facts *f, nbi_verdicts *v)
         const nbi_pci_device *up = f->place.hypervisor ? NULL : above(f, d);
         const int64_t width = up ? least(d->max_width, up->max_width) : d->max_width,
                       speed = up ? least(d->max_speed, up->max_speed) : d->max_speed;
+        const nbi_gpu *state = nbi_facts_gpu_at(f, d->address);
+        /* P0 to P2 are the states of work: then the link is as fast as it gets. */
+        const bool works = state && state->performance_state >= 0 && state->performance_state <= 2;
         const bool narrow = d->width < width, slow = d->speed < speed, gpu = d->kind == NBI_PCI_GPU;
         const nbi_finding_level level =
-            narrow        ? d->width * 4 <= width && gpu ? NBI_FINDING_FAULT : NBI_FINDING_WARNING
-            : slow && gpu ? NBI_FINDING_NOTE
-            : slow        ? NBI_FINDING_WARNING
-                          : NBI_FINDING_OK;
+            narrow ? d->width * 4 <= width && gpu ? NBI_FINDING_FAULT : NBI_FINDING_WARNING
+            : slow && gpu && !works ? NBI_FINDING_NOTE
+            : slow                  ? NBI_FINDING_WARNING
+                                    : NBI_FINDING_OK;
         nbi_finding *out = nbi_judge(
             v, level, subject_of(v, d), "PCI Express link capabilities and status",
             "%.1f GT/s x%lld of %.1f GT/s x%lld%s", (double)d->speed / 10, (long long)d->width,

@@ -5,7 +5,7 @@ import subprocess
 
 import pytest
 
-from doctor_machines import CPU, MACHINES, ROOM, dimms, disk, kernel, limits, meminfo, nodes, server, write
+from doctor_machines import CPU, MACHINES, ON_SERVER, ROOM, dimms, disk, kernel, limits, meminfo, nodes, nvml, server, write
 
 LEVELS = ["ok", "note", "warning", "fault"]
 
@@ -48,6 +48,11 @@ def policies(file, value, n=16):
     return {f"{CPU}/cpufreq/policy{i}/{file}": value for i in range(n)}
 
 
+def gpu(init=0, cuda_driver_version=13000, **first):
+    """The server with another record of NVML."""
+    return "server", nvml(ON_SERVER, first=first, init=init, cuda_driver_version=cuda_driver_version)
+
+
 # rule -> (machine or its tree, what is changed of it, level, words of what is found)
 FIRES = {
     "cpu-governor": ("server", policies("scaling_driver", "acpi-cpufreq") | policies("scaling_governor", "powersave"), "warning",
@@ -71,7 +76,7 @@ FIRES = {
     "memory-errors": ("server", {"sys/devices/system/edac/mc/mc1/ue_count": "1"}, "fault", "1 uncorrected"),
     "memory-swap": ("no_gpu", {"proc/meminfo": meminfo(9000000, 8000000, 4000000, 1000000)}, "warning", "3.1 GB of 4.1 GB"),
     "memory-merging": ("server", {"sys/kernel/mm/ksm/run": "1"}, "note", "on"),
-    "memory-room": ("container", {}, "warning", "0.0 GB"),
+    "memory-room": ("container", {"nvml.json": None}, "warning", "0.0 GB"),
     "kernel-version": ("server", kernel("6.1.0-14-amd64", "#1 SMP Debian 6.1.64-1 (2023-11-30)"), "fault", "6.1.64"),
     "kernel-clock": ("server", kernel("6.8.1", "#1", clock="hpet"), "warning", "hpet"),
     "limit-files": ("container", {}, "note", "1024"),
@@ -94,6 +99,24 @@ FIRES = {
     "gpu-module": ("laptop", {}, "fault", "nouveau"),
     "gpu-nodes": ("container", {"dev/nvidia-uvm": "c 508:0 0666"}, "fault", "stale"),
     "gpu-placement": ("server", {"proc/self/status": "Cpus_allowed_list:\t0-7"}, "warning", "near CPUs 8-15"),
+    "gpu-library": gpu(init=18) + ("fault", "different versions"),
+    "gpu-cuda": gpu(cuda_driver_version=12080) + ("fault", "CUDA 12.8, nibble needs 13.0"),
+    "gpu-answers": gpu(lost=15) + ("fault", "code 15"),
+    "gpu-capability": gpu(capability_major=7, capability_minor=5) + ("fault", "7.5"),
+    "gpu-persistence": gpu(persistence=0) + ("warning", "off"),
+    "gpu-power": gpu(power_limit_mw=300000) + ("warning", "300 W of 600 W"),
+    "gpu-throttle": gpu(clock_reasons=0x48) + ("warning", "too hot (hardware)"),
+    "gpu-clocks": gpu(performance_state=2, memory_mhz=10501) + ("warning", "P2, memory at 10501 of 12481 MHz"),
+    "gpu-temperature": gpu(temperature_c=90) + ("warning", "90 degrees"),
+    "gpu-ecc": gpu(ecc_uncorrected=2) + ("fault", "2 uncorrected"),
+    "gpu-remap": gpu(remap_pending=1) + ("warning", "reset"),
+    "gpu-mig": gpu(mig=1) + ("warning", "slice"),
+    "gpu-mode": gpu(compute_mode=2) + ("fault", "prohibited"),
+    "gpu-processes": gpu(processes=3) + ("note", "3 processes"),
+    "gpu-alike": gpu(name="NVIDIA GeForce RTX 5090") + ("note", "RTX 5090 beside"),
+    "gpu-peers": ("vm", {}, "warning", "none on 2 of 2 directions; 0000:01:00.0 to 0000:02:00.0: chipset not supported"),
+    "gpu-ancestors": ("server", {}, "note", "1 of 1 pairs"),
+    "gpu-nvlink": gpu(nvlinks=[1, 1, 0, 1]) + ("warning", "3 of 4"),
     "model-disk": ("server", disk("sda", "8:0", rotational=1), "warning", "rotating"),
 }
 
@@ -111,8 +134,8 @@ def test_fires(audit, rule):
 
 @pytest.mark.parametrize("rule", FIRES)
 def test_is_quiet(audit, rule):
-    """On the machines without a fault; the larger one has two nodes, which is worth a note."""
-    out = audit(MACHINES["no_gpu" if rule == "memory-nodes" else "server"]())
+    """On the machines without a fault; the larger one has two nodes and a GPU at each, which is worth a note."""
+    out = audit(MACHINES[{"memory-nodes": "no_gpu", "gpu-ancestors": "vm"}.get(rule, "server")]())
     assert level_of(out, rule) in ("ok", None)
 
 
@@ -125,11 +148,10 @@ def test_every_rule_is_tested_and_described(nibble_bin, repo):
 
 
 @pytest.mark.parametrize("machine, status, above", [
-    ("server", 0, {"memory-nodes": "note"}),
+    ("server", 0, {"memory-nodes": "note", "gpu-ancestors": "note"}),
     ("no_gpu", 0, {}),
-    ("vm", 1, {"place-hypervisor": "note", "place-peers": "warning", "cpu-instructions": "note", "model-disk": "note"}),
-    ("container", 1, {"memory-nodes": "note", "place-container": "note", "cpu-quota": "warning", "memory-room": "warning",
-                      "limit-files": "note", "model-filesystem": "note"}),
+    ("vm", 1, {"place-hypervisor": "note", "place-peers": "warning", "gpu-peers": "warning", "cpu-instructions": "note", "model-disk": "note"}),
+    ("container", 1, {"memory-nodes": "note", "gpu-ancestors": "note", "place-container": "note", "cpu-quota": "warning", "limit-files": "note", "model-filesystem": "note"}),
     ("laptop", 2, {"gpu-module": "fault", "pcie-link": "note", "pcie-aspm": "note", "pcie-bar": "note", "pcie-power": "note", "cpu-kinds": "note",
                    "cpu-governor": "warning", "cpu-boost": "warning", "cpu-idle": "warning", "cpu-throttle": "warning",
                    "cpu-instructions": "note", "memory-swap": "note", "limit-files": "note"}),
@@ -211,7 +233,7 @@ def test_container_mends_on_the_host(doctor, tmp_path):
 def test_text_names_what_was_not_measured(doctor):
     text = doctor(server()).stdout
     assert "not measured: memory (a recorded machine)" in text
-    assert text.splitlines()[-1].startswith("0 faults, 0 warnings, 1 notes")
+    assert text.splitlines()[-1].startswith("0 faults, 0 warnings, 2 notes")
 
 
 def test_measures(nibble_bin, repo):
@@ -290,6 +312,50 @@ def test_near_cpus_come_from_hwloc(audit):
 def test_virtual_ports_are_not_believed(audit):
     """QEMU's root ports say 2.5 GT/s x1 above a GPU at full speed."""
     assert level_of(audit(MACHINES["vm"]()), "pcie-link") == "ok"
+
+
+@pytest.mark.parametrize("first, rule, level", [
+    ({"capability_major": 8, "capability_minor": 6}, "gpu-capability", "ok"),
+    ({"capability_major": 12, "capability_minor": 1}, "gpu-capability", "fault"),
+    ({"clock_reasons": 4}, "gpu-throttle", "note"),
+    ({"clock_reasons": 0x80}, "gpu-throttle", "fault"),
+    ({"performance_state": 0, "memory_mhz": 12481}, "gpu-clocks", "ok"),
+    ({"performance_state": 8, "utilization": 90}, "gpu-clocks", "warning"),
+    ({"ecc_corrected": 5}, "gpu-ecc", "note"),
+    ({"ecc_pending": 0}, "gpu-ecc", "note"),
+    ({"remap_failed": 1}, "gpu-remap", "fault"),
+    ({"compute_mode": 3}, "gpu-mode", "note"),
+    ({"mig": None}, "gpu-mig", "ok"),
+])
+def test_gpus(audit, first, rule, level):
+    assert level_of(audit(server() | nvml(ON_SERVER, first=first)), rule) == level
+
+
+def test_link_of_a_gpu_at_work(audit):
+    """An idle GPU lowers the speed of its link; one at work has no reason to."""
+    tree = server(first={"now": (3, 16)})
+    assert level_of(audit(tree), "pcie-link") == "note"
+    at_work = nvml(ON_SERVER, first={"performance_state": 1, "memory_mhz": 12481})
+    assert level_of(audit(tree | at_work, name="at_work"), "pcie-link") == "warning"
+
+
+def test_gpus_in_json(audit):
+    gpus = audit(server())["gpus"]
+    assert [g["pci"] for g in gpus] == list(ON_SERVER)
+    assert gpus[0]["memory_bytes"] == 102641958912 and gpus[0]["peer_read"] == [None, 0] and "retired_pending" not in gpus[0]
+
+
+@pytest.mark.parametrize("record, level, words", [
+    ({"missing": "libnvidia-ml.so.1: cannot open shared object file"}, "fault", "cannot open"),
+    ({"init": 9}, "fault", "not loaded"),
+    ({"devices": "none"}, "ok", "0 GPUs"),
+    ({"devices": [None, 3, {"name": 7, "peer_read": 1, "nvlinks": ["x"] * 99}]}, "ok", "3 GPUs"),
+    ({"devices": [{}] * 100}, "ok", "64 GPUs"),
+])
+def test_records_of_nvml(audit, record, level, words):
+    out = audit(server() | nvml(ON_SERVER, **record))
+    assert level_of(out, "gpu-library") == level
+    assert words in next(f["found"] for f in out["findings"] if f["id"] == "gpu-library")
 
 
 def test_nothing_there(audit):
