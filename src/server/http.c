@@ -315,6 +315,14 @@ static void on_log(void *cls, const char *fmt, va_list args)
     nbi_log(NB_LOG_DEBUG, "http: %s", line);
 }
 
+/* A decoded NUL would end the path there, and another route would answer. */
+static size_t on_unescape(void *cls, struct MHD_Connection *conn, char *s)
+{
+    (void)cls;
+    (void)conn;
+    return strstr(s, "%00") ? strlen(s) : MHD_http_unescape(s);
+}
+
 static unsigned connection_limit(unsigned wanted)
 {
     struct rlimit limit;
@@ -354,6 +362,7 @@ nb_status nbi_http_start(nbi_server *server, int listen_fd, nb_error *err)
         MHD_start_daemon(flags, 0, nbi_peers_accept, &server->peers, on_request, server, /* */
                          MHD_OPTION_EXTERNAL_LOGGER, on_log, NULL, /* first: it hears the others */
                          MHD_OPTION_LISTEN_SOCKET, listen_fd,      /* */
+                         MHD_OPTION_UNESCAPE_CALLBACK, on_unescape, NULL,                   /* */
                          MHD_OPTION_NOTIFY_COMPLETED, on_completed, server,                 /* */
                          MHD_OPTION_NOTIFY_CONNECTION, nbi_peers_notify, &server->peers,    /* */
                          MHD_OPTION_THREAD_POOL_SIZE, o->n_threads,                         /* */

@@ -240,7 +240,7 @@ def test_whole_surrogate_pair(server):
 
 
 def test_unknown_path(server):
-    for path in ("/v1", "/v1/completion", "/v1/completions/", "/v1/models/", "/v1%00"):
+    for path in ("/v1", "/v1/completion", "/v1/completions/", "/v1/models/", "/v1/models%00", "/%00"):
         error = error_of(server.get(path), 404)
         assert error["code"] == "unknown_url"
 
