@@ -1,5 +1,7 @@
-/* GET /v1/models and /v1/models/{id}. Called by http.c. */
+/* GET /v1/models and /v1/models/{id}: what OpenAI's clients read and what Anthropic's do, together.
+ * Called by http.c. */
 #include <string.h>
+#include <time.h>
 
 #include "base/json.h"
 #include "server/http.h"
@@ -15,6 +17,14 @@ static nb_status write_model(const nbi_served *served, const char *name, nbi_buf
     NB_TRY(nbi_buf_addf(
         out, ",\"parent\":null,\"max_model_len\":%u,\"family\":", served->facts.max_context));
     NB_TRY(nbi_json_quote(out, served->info.family, strlen(served->info.family)));
+    char created[32] = "";
+    const time_t seconds = (time_t)served->created;
+    struct tm utc;
+    if (gmtime_r(&seconds, &utc))
+        (void)strftime(created, sizeof created, "%Y-%m-%dT%H:%M:%SZ", &utc);
+    NB_TRY(
+        nbi_buf_addf(out, ",\"type\":\"model\",\"created_at\":\"%s\",\"display_name\":", created));
+    NB_TRY(nbi_json_quote(out, name, strlen(name)));
     return nbi_buf_add(out, "}", 1);
 }
 
@@ -25,7 +35,13 @@ static nb_status write_list(const nbi_served *served, nbi_buf *out)
         if (i) NB_TRY(nbi_buf_add(out, ",", 1));
         NB_TRY(write_model(served, served->facts.names[i], out));
     }
-    return nbi_buf_add(out, "]}", 2);
+    const char *const *names = served->facts.names; /* all fit in one page */
+    NB_TRY(nbi_buf_addf(out, "],\"has_more\":false,\"first_id\":"));
+    NB_TRY(nbi_json_quote(out, names[0], strlen(names[0])));
+    const char *last = names[served->facts.n_names - 1];
+    NB_TRY(nbi_buf_addf(out, ",\"last_id\":"));
+    NB_TRY(nbi_json_quote(out, last, strlen(last)));
+    return nbi_buf_add(out, "}", 1);
 }
 
 static unsigned done(nbi_exchange *ex, nb_status status)

@@ -36,3 +36,14 @@ def test_head(server):
 
     reply = httpx.head(server.url + "/health")
     assert reply.status_code == 200 and not reply.content
+
+
+def test_anthropic_client(server, client, model):
+    import anthropic
+
+    claude = anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0)
+    page = claude.models.list()
+    assert [(m.id, m.type, m.display_name) for m in page] == [(model, "model", model)]
+    assert (page.has_more, page.first_id, page.last_id) == (False, model, model)
+    one = claude.models.retrieve(model)
+    assert one.id == model and int(one.created_at.timestamp()) == client.models.retrieve(model).created
