@@ -300,7 +300,7 @@ static nb_status timed_step_end(nbi_backend *b, nb_error *err)
 
 void nbi_timing_step_begin(nbi_timing *t)
 {
-    NB_ASSERT(!t->b->timing);
+    NB_ASSERT(!t->b->timing && (!t->clock || t->spans));
     memset(&t->step, 0, sizeof t->step);
     t->pass_ns = t->in_pass_ns = t->outside_ns = 0;
     t->n_spans = t->n_marks = t->n_passes = t->n_waiting = 0;
@@ -396,24 +396,27 @@ static void fill_table(nbi_timing *t)
 
 nb_status nbi_timing_create(nbi_timing **out, nbi_backend *b, nb_error *err)
 {
-    nb_status st = NB_OK;
     nbi_timing *t = nbi_calloc(1, sizeof *t);
     if (!t) return nbi_fail(err, NB_NO_MEMORY, "timing: out of memory");
     t->b = b;
     t->ops = b->ops;
     t->clock = b->ops->clock;
     fill_table(t);
-    if (t->clock) {
-        t->spans = nbi_calloc(MARKS / 2, sizeof *t->spans);
-        st = t->spans ? t->clock->open(b, MARKS + 2 * PASSES, err)
-                      : nbi_fail(err, NB_NO_MEMORY, "timing: out of memory");
-    }
-    if (st != NB_OK) {
-        nbi_timing_destroy(&t);
-        return st;
-    }
     *out = t;
     return NB_OK;
+}
+
+nb_status nbi_timing_open_clock(nbi_timing *t, nb_error *err)
+{
+    if (!t->clock || t->spans) return NB_OK;
+    span *spans = nbi_calloc(MARKS / 2, sizeof *spans);
+    if (!spans) return nbi_fail(err, NB_NO_MEMORY, "timing: out of memory");
+    const nb_status st = t->clock->open(t->b, MARKS + 2 * PASSES, err);
+    if (st == NB_OK)
+        t->spans = spans;
+    else
+        nbi_free(spans);
+    return st;
 }
 
 void nbi_timing_destroy(nbi_timing **t)

@@ -87,6 +87,9 @@ typedef struct nbi_timing nbi_timing;
 nb_status nbi_timing_create(nbi_timing **out, nbi_backend *b, nb_error *err);
 void nbi_timing_destroy(nbi_timing **t);
 
+/* Before the first timed step: makes the marks of a device that has a clock, once. */
+nb_status nbi_timing_open_clock(nbi_timing *t, nb_error *err);
+
 /* The model's routed experts, which do not go through the backend's table: bytes of one expert of
  * each layer, [n_layers]; and the runner behind the timed one. Borrowed. */
 void nbi_timing_experts(nbi_timing *t, uint32_t n_experts, uint32_t top_k,

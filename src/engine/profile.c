@@ -154,7 +154,8 @@ nb_status nb_engine_profile_start(nb_engine *e, const nb_profile_options *o, nb_
     if (p->running)
         st = nbi_fail(err, NB_BUSY, "a profile runs already: stop it first");
     else
-        st = nbi_timing_keep_events(p->timing, EVENTS, err);
+        st = nbi_timing_open_clock(p->timing, err);
+    if (st == NB_OK) st = nbi_timing_keep_events(p->timing, EVENTS, err);
     if (st == NB_OK) {
         nbi_timing_clear(p->timing);
         p->options = *o;

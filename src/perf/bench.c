@@ -115,8 +115,10 @@ static nb_status open_all(bench *b, nb_error *err)
     b->timed_ms = b->rate + o->repeat;
     carve(b, b->block);
     for (uint32_t i = 0; i < o->batch * b->pages_per_seq; i++) b->pages[i] = (int32_t)i;
-    if (o->breakdown) NB_TRY(nbi_model_timing_create(&b->timing, b->model, err));
-    return o->breakdown && o->trace ? nbi_timing_keep_events(b->timing, TRACE_EVENTS, err) : NB_OK;
+    if (!o->breakdown) return NB_OK;
+    NB_TRY(nbi_model_timing_create(&b->timing, b->model, err));
+    NB_TRY(nbi_timing_open_clock(b->timing, err));
+    return o->trace ? nbi_timing_keep_events(b->timing, TRACE_EVENTS, err) : NB_OK;
 }
 
 static nb_status measure_device(bench *b, nb_error *err)

@@ -43,7 +43,7 @@ static void open_rig(rig *r, const char *dir)
     if (nbi_backend_open(&r->b, DEVICE, &bo, &err) || nbi_model_open(&r->m, r->b, &mo, &err) ||
         nbi_model_reserve(r->m, ROWS, 1, 1, 64, &err) ||
         nbi_kv_create(&r->kv, r->b, nbi_model_config(r->m), NBI_F32, 1, &err) ||
-        nbi_model_timing_create(&r->t, r->m, &err))
+        nbi_model_timing_create(&r->t, r->m, &err) || nbi_timing_open_clock(r->t, &err))
         fail_msg("%s", err.text);
 }
 
