@@ -34,14 +34,14 @@ static bool ok(nbi_rt *rt, const char *what, cudaError_t e)
 static void read_driver(nbi_rt *rt)
 {
     int cuda = 0;
-    char module[48] = "";
+    char loaded[48] = "";
     if (cudaDriverGetVersion(&cuda) != cudaSuccess) cuda = 0;
     if (FILE *f = fopen("/sys/module/nvidia/version", "re")) {
-        if (!fgets(module, sizeof module, f)) module[0] = '\0';
+        if (!fgets(loaded, sizeof loaded, f)) loaded[0] = '\0';
         fclose(f);
     }
-    module[strcspn(module, "\n")] = '\0';
-    snprintf(rt->driver, sizeof rt->driver, "%s%sCUDA %d.%d", module, module[0] ? ", " : "",
+    loaded[strcspn(loaded, "\n")] = '\0';
+    snprintf(rt->driver, sizeof rt->driver, "%s%sCUDA %d.%d", loaded, loaded[0] ? ", " : "",
              cuda / 1000, cuda % 1000 / 10);
 }
 
