@@ -175,6 +175,20 @@ static nb_status refuse(const json_t *obj, const char *prefix, const char *const
     return NB_OK;
 }
 
+/* No white space between the tokens of JSON; other constraints say themselves where it is. */
+static void set_tight(nbi_constraint *out)
+{
+    static const char any_object[] = "{\"type\":\"object\"}";
+    if (!out->field) return;
+    if (out->kind == NBI_GRAMMAR_JSON_OBJECT) {
+        out->source = any_object;
+        out->n_source = sizeof any_object - 1;
+    } else if (out->kind != NBI_GRAMMAR_JSON_SCHEMA) {
+        return;
+    }
+    out->kind = NBI_GRAMMAR_JSON_TIGHT;
+}
+
 static nb_status add_structured(nbi_constraint *out, nbi_arena *arena, const json_t *obj,
                                 const char *prefix, nbi_api_error *e)
 {
@@ -184,15 +198,18 @@ static nb_status add_structured(nbi_constraint *out, nbi_arena *arena, const jso
                                        {"grammar", NBI_GRAMMAR_EBNF},
                                        {"json_object", NBI_GRAMMAR_JSON_OBJECT}};
     static const char *const refused[] = {"structural_tag", "whitespace_pattern",
-                                          "disable_any_whitespace",
                                           "disable_additional_properties"};
+    bool tight = false;
     char inner[NBI_PARAM_MAX];
     json_t *given = NULL;
     NB_TRY(nbi_field_object(&given, obj, prefix, "structured_outputs", e));
     if (!given) return NB_OK;
     snprintf(inner, sizeof inner, "%.64sstructured_outputs.", prefix);
     NB_TRY(refuse(given, inner, refused, sizeof refused / sizeof *refused, e));
-    return add_members(out, arena, given, inner, kinds, sizeof kinds / sizeof *kinds, e);
+    NB_TRY(add_members(out, arena, given, inner, kinds, sizeof kinds / sizeof *kinds, e));
+    NB_TRY(nbi_field_bool(&tight, given, inner, "disable_any_whitespace", e));
+    if (tight) set_tight(out);
+    return NB_OK;
 }
 
 nb_status nbi_structured_read(nbi_constraint *out, nbi_arena *arena, const json_t *obj,

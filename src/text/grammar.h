@@ -14,7 +14,8 @@
  * grammar's first token, or one of the thinking, may be the one that opens a tool call: behind it
  *    everything is allowed.
  *  - JSON: at most NBI_GRAMMAR_SPACE_MAX characters of white space between two tokens of the
- *    language, none before the first. Properties come in the order of the schema.
+ *    language (none in the tight kind), none before the first. Properties come in the order of the
+ * schema.
  *  - Regular expressions match the whole answer; the dialect is that of Rust's `regex` (no
  * look-around, no back-references).
  *  - Should a step exceed the library's bounds, or the text run into a dead end, the answer ends
@@ -52,6 +53,7 @@ extern "C" {
 typedef enum nbi_grammar_kind {
     NBI_GRAMMAR_JSON_OBJECT, /* any JSON object; no source */
     NBI_GRAMMAR_JSON_SCHEMA, /* source: the schema, a JSON object or boolean */
+    NBI_GRAMMAR_JSON_TIGHT,  /* the same without white space between tokens of the language */
     NBI_GRAMMAR_REGEX,       /* source: the expression */
     NBI_GRAMMAR_CHOICE,      /* source: JSON list of strings */
     NBI_GRAMMAR_EBNF, /* source: rules `name ::= ...` with `root`, or a Lark grammar with `start` */

@@ -18,7 +18,8 @@ const char *nbi_grammar_noun(nbi_grammar_kind kind)
 {
     switch (kind) {
     case NBI_GRAMMAR_JSON_OBJECT: return "the JSON grammar";
-    case NBI_GRAMMAR_JSON_SCHEMA: return "the schema";
+    case NBI_GRAMMAR_JSON_SCHEMA:
+    case NBI_GRAMMAR_JSON_TIGHT: return "the schema";
     case NBI_GRAMMAR_REGEX: return "the expression";
     case NBI_GRAMMAR_CHOICE: return "the list of choices";
     case NBI_GRAMMAR_EBNF: return "the grammar";
@@ -126,10 +127,11 @@ static nb_status check_schema(schema_walk *w, const json_t *value, bool data)
 }
 
 /* Options of the library ride in the schema; a client's own are dropped. */
-static nb_status put_schema(nbi_buf *text, json_t *schema, nb_error *err)
+static nb_status put_schema(nbi_buf *text, json_t *schema, bool tight, nb_error *err)
 {
-    json_t *options = json_pack("{s:s}", "whitespace_pattern",
-                                "[\\x20\\x0A\\x0D\\x09]{1," STR(NBI_GRAMMAR_SPACE_MAX) "}");
+    json_t *options = tight ? json_pack("{s:b}", "whitespace_flexible", 0)
+                            : json_pack("{s:s}", "whitespace_pattern",
+                                        "[\\x20\\x0A\\x0D\\x09]{1," STR(NBI_GRAMMAR_SPACE_MAX) "}");
     char *dump = NULL;
     if (options && json_object_set_new(schema, "x-guidance", options) == 0)
         dump = nbi_json_dumps(schema);
@@ -138,7 +140,8 @@ static nb_status put_schema(nbi_buf *text, json_t *schema, nb_error *err)
     return st == NB_OK ? NB_OK : nbi_fail(err, st, "the schema: out of memory");
 }
 
-static nb_status prepare_schema(nbi_buf *text, const char *source, size_t n, nb_error *err)
+static nb_status prepare_schema(nbi_buf *text, const char *source, size_t n, bool tight,
+                                nb_error *err)
 {
     json_t *schema = NULL;
     NB_TRY(nbi_json_parse(&schema, source, n, "the schema", err));
@@ -155,7 +158,7 @@ static nb_status prepare_schema(nbi_buf *text, const char *source, size_t n, nb_
     } else {
         st = check_schema(&walk, schema, false);
     }
-    if (st == NB_OK) st = put_schema(text, schema, err);
+    if (st == NB_OK) st = put_schema(text, schema, tight, err);
     json_decref(schema);
     return st;
 }
@@ -300,10 +303,11 @@ nb_status nbi_grammar_prepare(nbi_buf *text, const char **type, nbi_grammar_kind
     switch (kind) {
     case NBI_GRAMMAR_JSON_OBJECT:
         *type = "json_schema";
-        return prepare_schema(text, any_object, sizeof any_object - 1, err);
+        return prepare_schema(text, any_object, sizeof any_object - 1, false, err);
     case NBI_GRAMMAR_JSON_SCHEMA:
+    case NBI_GRAMMAR_JSON_TIGHT:
         *type = "json_schema";
-        return prepare_schema(text, source, n, err);
+        return prepare_schema(text, source, n, kind == NBI_GRAMMAR_JSON_TIGHT, err);
     case NBI_GRAMMAR_REGEX: *type = "regex"; return prepare_regex(text, source, n, err);
     case NBI_GRAMMAR_CHOICE: *type = "regex"; return prepare_choices(text, source, n, err);
     case NBI_GRAMMAR_EBNF: *type = "lark"; return prepare_grammar(text, source, n, err);

@@ -130,6 +130,24 @@ def test_expressions_choices_grammars(client, model, extra, full):
 
 
 @pytest.mark.parametrize("extra", [
+    {"structured_outputs": {"json": SCHEMAS["answer"], "disable_any_whitespace": True}},
+    {"structured_outputs": {"json_object": True, "disable_any_whitespace": True}},
+    {"structured_outputs": {"disable_any_whitespace": True}, "response_format": FORMATS["answer"]},
+])
+def test_no_white_space(client, model, extra):
+    """However hot, also of an answer that is cut: none outside of strings."""
+    for seed in range(4):
+        choice = ask(client, model, extra=extra, temperature=1.5, seed=seed, max_tokens=200).choices[0]
+        text = choice.message.content
+        if choice.finish_reason == "stop":
+            assert isinstance(json.loads(text), dict)
+        outside = re.sub(r'"(?:[^"\\]|\\.)*("|\\?$)', "", text, flags=re.S)
+        assert text.startswith("{") and not re.search(r"\s", outside), text
+    same = ask(client, model, extra={"structured_outputs": {"regex": "a b", "disable_any_whitespace": True}}, max_tokens=8)
+    assert same.choices[0].message.content == "a b"
+
+
+@pytest.mark.parametrize("extra", [
     {"json_schema": json.dumps(SCHEMAS["answer"])}, {"json_schema": SCHEMAS["answer"]}, {"guided_json": SCHEMAS["answer"]},
     {"guided_json": json.dumps(SCHEMAS["answer"])}, {"structured_outputs": {"json": SCHEMAS["answer"]}},
 ])
@@ -397,6 +415,7 @@ def test_client_leaves_while_its_grammar_is_compiled(server, client, model):
     ({"structured_outputs": {"regex": "["}}, "structured_outputs.regex", "unclosed"),
     ({"structured_outputs": {"whitespace_pattern": " "}}, "structured_outputs.whitespace_pattern", "not supported"),
     ({"structured_outputs": "json"}, "structured_outputs", "object"),
+    ({"structured_outputs": {"json": {}, "disable_any_whitespace": 1}}, "structured_outputs.disable_any_whitespace", "boolean"),
     ({"regex": "a", "ebnf": 'root ::= "a"'}, "ebnf", "regex"),
     ({"guided_json": {}, "response_format": {"type": "json_object"}}, "guided_json", "response_format"),
     ({"structured_outputs": {"json": {}, "choice": ["a"]}}, "structured_outputs.choice", "structured_outputs.json"),

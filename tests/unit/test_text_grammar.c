@@ -20,8 +20,8 @@
 
 #define WORDS 8192
 
-static const char *const kinds[NBI_GRAMMAR_KIND_COUNT] = {"json_object", "json_schema", "regex",
-                                                          "choice", "ebnf"};
+static const char *const kinds[NBI_GRAMMAR_KIND_COUNT] = {
+    "json_object", "json_schema", "json_tight", "regex", "choice", "ebnf"};
 
 /* ---------------------------------------------------------------- generating */
 
