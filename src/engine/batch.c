@@ -155,11 +155,22 @@ void nbi_step_batch_add(nbi_step_batch *b, nb_request *r, uint32_t rows)
     r->rows = rows;
 }
 
+void nbi_step_batch_forget(nbi_step_batch *b, const nb_request *r)
+{
+    for (uint32_t s = 0; s < b->view.n_seqs; s++) {
+        if (b->seqs[s] != r) continue;
+        b->seqs[s] = NULL;
+        for (uint32_t i = b->seq_logit[s]; i < b->seq_logit[s + 1]; i++)
+            b->sample_rows[i] = (nbi_sample_row){.top_p = 1, .n_logprobs = -1};
+    }
+}
+
 void nbi_step_batch_constrain(nbi_step_batch *b)
 {
     for (uint32_t s = 0; s < b->view.n_seqs; s++) {
         nb_request *r = b->seqs[s];
         uint32_t drafts = 0; /* before the row */
+        if (!r) continue;
         for (uint32_t i = b->seq_logit[s]; i < b->seq_logit[s + 1]; i++) {
             nbi_sample_row *row = &b->sample_rows[i];
             if (row->forced) continue;

@@ -67,7 +67,6 @@ static void add_rows(nbi_step_batch *b, nb_request *r, uint32_t from, uint32_t r
     b->logit_rows[l] = (int32_t)(b->view.n_rows - 1);
     b->logit_fault[l] = 0;
     b->sample_rows[l] = (nbi_sample_row){.top_p = 1, .n_logprobs = -1}; /* greedy */
-    if (r->masks) b->sample_rows[l].mask = nbi_request_mask(r, r->n_drafts);
 }
 
 static void add_draft(nb_request *r, int32_t id)
@@ -87,15 +86,27 @@ static void take_back(const nbi_step_batch *main)
     }
 }
 
+/* Masks of the drafts to come. A grammar knows the confirmed tokens once they were handed out. */
+static void constrain(nbi_step_batch *b)
+{
+    for (uint32_t s = 0; s < b->view.n_seqs; s++) {
+        nb_request *r = b->seqs[s];
+        if (r && r->masks && b->seq_logit[s + 1] > b->seq_logit[s])
+            b->sample_rows[b->seq_logit[s]].mask = nbi_request_mask(r, r->n_drafts);
+    }
+}
+
 /* Runs the pass and appends a draft to every request that wanted one. */
 static nb_status run(nb_engine *e, bool from_draft, nb_error *err)
 {
     nbi_step_batch *b = &e->drafting;
     float *logits;
     NB_TRY(nbi_model_draft(e->model, &e->kv, &b->view, from_draft, &logits, err));
-    if (b->view.n_logit_rows) nbi_engine_sample(e, b, logits);
-    NB_TRY(nbi_engine_wait(e, err));
     b->seq_logit[b->view.n_seqs] = b->view.n_logit_rows;
+    nbi_engine_meanwhile(e);
+    constrain(b);
+    if (b->view.n_logit_rows) nbi_engine_sample(e, b, logits);
+    NB_TRY(e->backend->ops->sync(e->backend, err));
     for (uint32_t s = 0; s < b->view.n_seqs; s++) {
         nb_request *r = b->seqs[s];
         if (r && b->seq_logit[s + 1] > b->seq_logit[s])

@@ -259,6 +259,8 @@ void nbi_step_batch_add(nbi_step_batch *batch, nb_request *r, uint32_t rows);
 /* Completes the sample rows with masks and banned ids. The forward pass does without: it may have
  * been launched. */
 void nbi_step_batch_constrain(nbi_step_batch *batch);
+/* The request ends: its rows are nobody's, and nothing of it is needed to sample them. */
+void nbi_step_batch_forget(nbi_step_batch *batch, const nb_request *r);
 /* First guard code among the rows of sequence s or its logit rows, 0 when all are fine. */
 int32_t nbi_step_batch_fault(const nbi_step_batch *batch, uint32_t s);
 
@@ -268,9 +270,9 @@ nb_status nbi_engine_step_once(nb_engine *e, bool *worked, nb_error *err);
 void nbi_engine_after_step(nb_engine *e);
 /* Launches the sampling of the batch's logit rows into sample_out. */
 void nbi_engine_sample(nb_engine *e, nbi_step_batch *b, float *logits);
-/* Waits for what was launched. With overlap it first does what the host has to do meanwhile:
- * entries of `seqs` whose request ends there become NULL. */
-nb_status nbi_engine_wait(nb_engine *e, nb_error *err);
+/* A pass has been launched: with overlap, does what the host has to do meanwhile. Requests that end
+ * there are forgotten by the batches. */
+void nbi_engine_meanwhile(nb_engine *e);
 
 /* ---- results.c: what a step's rows say. The step's */
 size_t nbi_owed_bytes(uint32_t max_running, uint32_t max_logit_rows);

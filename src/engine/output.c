@@ -208,7 +208,6 @@ bool nbi_request_take_token(nb_request *r, int32_t id)
     NB_ASSERT(r->n_tokens < r->n_max);
     r->tokens[r->n_tokens++] = id;
     nbi_penalties_add(&r->penalties, &r->sampling, id, true);
-    if (r->grammar.mask) r->grammar.accept(r->grammar.user, id);
     nbi_token_limits_add(&r->limits, &r->sampling, id);
     r->n_masks = 0;
     return r->n_tokens == r->n_max || nbi_request_is_end(r, id);
@@ -218,6 +217,7 @@ bool nbi_request_put_token(nb_engine *e, nb_request *r, const nbi_sample_out *ou
                            uint32_t n_tokens)
 {
     nb_event event = {.id = out->id, .matched_id = -1, .matched_string = -1};
+    if (r->grammar.mask) r->grammar.accept(r->grammar.user, out->id);
     fill_logprobs(&event, r, out);
     nbi_meter_stamp(e, r);
     pthread_mutex_lock(&r->lock);

@@ -186,10 +186,8 @@ static void count_drafts(nb_engine *e, const nb_request *r, uint32_t drafted, ui
 /* Ended by its text: out of what runs or waits, and out of the rows being computed. */
 static void leave_late(nb_engine *e, nb_request *r)
 {
-    for (uint32_t s = 0; s < e->batch.view.n_seqs; s++)
-        if (e->batch.seqs[s] == r) e->batch.seqs[s] = NULL;
-    for (uint32_t s = 0; s < e->drafting.view.n_seqs; s++)
-        if (e->drafting.seqs[s] == r) e->drafting.seqs[s] = NULL;
+    nbi_step_batch_forget(&e->batch, r);
+    nbi_step_batch_forget(&e->drafting, r);
     if (!r->preempted) {
         leave(e, index_of(e, r));
         return;

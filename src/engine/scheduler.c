@@ -1,9 +1,9 @@
 /* One step: reap, admit, build the batch, launch it, wait for it, commit and hand out (results.c).
  *
  * With overlap (nbi_engine.overlaps) what a step decided is handed out, and the queue looked at for
- * the step after it, between the launch of the next step or draft pass and the wait for it: behind
- * the wait is left only what the next launch needs. Nothing is launched when
- * nbi_engine_step_once() returns.
+ * the step after it, when the next forward or draft pass has been launched; so are the masks made
+ * that its sampling needs. Between the wait for a step and the next launch is left what that launch
+ * needs. Nothing is launched when nbi_engine_step_once() returns.
  *
  * Order is first come, first served; clients of one priority take turns (queue.c). Every running
  * request gets its decode row first; prompts share what is left of the token budget in order of
@@ -343,11 +343,10 @@ static void tell_readers(nb_engine *e)
     nbi_heap_forbid();
 }
 
-nb_status nbi_engine_wait(nb_engine *e, nb_error *err)
+void nbi_engine_meanwhile(nb_engine *e)
 {
     if (e->overlaps && e->n_owed) tell_readers(e);
     if (e->overlaps && e->decode_steps == 1) admit(e);
-    return e->backend->ops->sync(e->backend, err);
 }
 
 static nb_status run(nb_engine *e, nb_error *err)
@@ -355,9 +354,10 @@ static nb_status run(nb_engine *e, nb_error *err)
     nbi_step_batch *b = &e->batch;
     float *logits;
     NB_TRY(nbi_model_forward(e->model, &e->kv, &b->view, &logits, err));
+    nbi_engine_meanwhile(e);
     nbi_step_batch_constrain(b);
     if (b->view.n_logit_rows) nbi_engine_sample(e, b, logits);
-    NB_TRY(nbi_engine_wait(e, err));
+    NB_TRY(e->backend->ops->sync(e->backend, err));
     nbi_engine_commit(e);
     if (!e->overlaps) tell_readers(e);
     return e->n_draft_steps ? nbi_engine_draft(e, err) : NB_OK;

@@ -141,6 +141,25 @@ def test_a_reader_that_pauses_loses_nothing(server):
     assert tokens == 500
 
 
+def test_overlap_changes_no_answer(serve):
+    bodies = [{"temperature": 0}, {"temperature": 0.9, "seed": 4, "n": 2}, {"temperature": 0, "stop": ["e", "the"]}, {"temperature": 0, "logprobs": 3},
+              {"temperature": 0.7, "seed": 1, "max_tokens": 1}, {"temperature": 0.8, "seed": 2, "regex": "[a-z ]{20,30}"}, {"use_beam_search": True, "n": 2}]
+    found = []
+    for option in "--disable-overlap-schedule", "--async-scheduling":
+        server = serve(option, "--speculative-algorithm", "mtp")
+        found.append([])
+        for body in bodies:
+            r = httpx.post(server.url + "/v1/completions", json={"prompt": "Once upon a time", "max_tokens": 40, **body}, timeout=60)
+            assert r.status_code == 200, r.text
+            found[-1].append((r.json()["choices"], r.json()["usage"]))
+        with httpx.stream("POST", server.url + "/v1/completions", timeout=60,
+                          json={"prompt": "Once upon a time", "max_tokens": 40, "temperature": 0, "stream": True}) as r:
+            text = "".join(c["text"] for line in r.iter_lines() if line.startswith("data: {") for c in json.loads(line[6:])["choices"])
+        assert text == found[-1][0][0][0]["text"]
+        assert server.stop() == 0, server.log
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize("options,word", [(["--max-total-tokens", "900G"], "--max-total-tokens"),
                                           (["--mem-fraction-static", "1.5"], "memory_fraction"),
                                           (["--mem-fraction-static", "0.0000001"], "--mem-fraction-static"),

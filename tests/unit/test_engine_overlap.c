@@ -2,6 +2,7 @@
  * changes. Compiled a second time for the CUDA backend. */
 #include "cmocka_all.h"
 
+#include <pthread.h>
 #include <stdio.h>
 #include <string.h>
 #include <unistd.h>
@@ -183,10 +184,10 @@ static void mix(answer *a, const void *bytes, size_t n)
     for (size_t i = 0; i < n; i++) a->hash = (a->hash ^ p[i]) * 1099511628211u;
 }
 
-static void read_events(answer *a)
+static void read_events_for(answer *a, int wait_ms)
 {
     nb_event ev;
-    while (a->r && nb_request_read(a->r, &ev, 0, NULL) == NB_OK) {
+    while (a->r && nb_request_read(a->r, &ev, wait_ms, NULL) == NB_OK) {
         mix(a, &ev.id, sizeof ev.id);
         mix(a, ev.text, ev.n_text);
         mix(a, &ev.finish, sizeof ev.finish);
@@ -198,6 +199,11 @@ static void read_events(answer *a)
         a->finish = ev.finish;
         a->matched_string = ev.matched_string;
     }
+}
+
+static void read_events(answer *a)
+{
+    read_events_for(a, 0);
 }
 
 static bool step(nb_engine *e)
@@ -387,6 +393,46 @@ static void a_stop_string_of_one_put_back(void **state)
 }
 #endif
 
+typedef struct user {
+    nb_engine *e;
+    uint32_t first;
+    answer *answers;
+} user;
+
+static void *use(void *arg)
+{
+    user *u = arg;
+    for (uint32_t k = u->first; k < REQUESTS; k += 4) {
+        submit(&u->answers[k], u->e, k);
+        if (k % 8 == 5) nb_request_cancel(u->answers[k].r);
+        read_events_for(&u->answers[k], 60000);
+        nb_request_close(&u->answers[k].r);
+    }
+    return NULL;
+}
+
+/* The same from the engine's own thread, with readers in four others. */
+static void readers_in_threads(void **state)
+{
+    (void)state;
+    static answer off[REQUESTS], on[REQUESTS];
+    pthread_t threads[4];
+    user users[4];
+    (void)serve(settings[1], "off", REQUESTS, off);
+    nb_engine *e = open_engine(settings[1], "on");
+    assert_int_equal(nb_engine_start(e, NULL), NB_OK);
+    for (uint32_t i = 0; i < 4; i++) {
+        users[i] = (user){e, i, on};
+        assert_int_equal(pthread_create(&threads[i], NULL, use, &users[i]), 0);
+    }
+    for (uint32_t i = 0; i < 4; i++) pthread_join(threads[i], NULL);
+    nb_engine_close(&e);
+    for (uint32_t k = 0; k < REQUESTS; k++) {
+        if (k % 8 != 5) assert_true(off[k].hash == on[k].hash && off[k].finish == on[k].finish);
+        if (k % 8 == 5) assert_int_not_equal(on[k].finish, NB_FINISH_NONE);
+    }
+}
+
 static void auto_follows_the_device(void **state)
 {
     (void)state;
@@ -411,6 +457,7 @@ int main(void)
         cmocka_unit_test(a_cancelled_request),
         cmocka_unit_test(when_what_happens),
         cmocka_unit_test(auto_follows_the_device),
+        cmocka_unit_test(readers_in_threads),
 #ifndef NBI_TEST_OVERLAP_CUDA
         cmocka_unit_test(a_stop_string_of_one_put_back),
 #endif
