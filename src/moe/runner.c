@@ -26,11 +26,13 @@ ABSENT(cuda, CUDA_SUMMARY);
 ABSENT(cuda_gemv, CUDA_GEMV_SUMMARY);
 ABSENT(cuda_stream, CUDA_STREAM_SUMMARY);
 ABSENT(cuda_grouped, CUDA_GROUPED_SUMMARY);
-#define CUDA_RUNNERS &absent_cuda, &absent_cuda_gemv, &absent_cuda_stream, &absent_cuda_grouped
+ABSENT(cuda_masked, CUDA_MASKED_SUMMARY);
+#define CUDA_RUNNERS \
+    &absent_cuda, &absent_cuda_gemv, &absent_cuda_stream, &absent_cuda_grouped, &absent_cuda_masked
 #else
 #define CUDA_RUNNERS                                                              \
     &nbi_moe_runner_cuda, &nbi_moe_runner_cuda_gemv, &nbi_moe_runner_cuda_stream, \
-        &nbi_moe_runner_cuda_grouped
+        &nbi_moe_runner_cuda_grouped, &nbi_moe_runner_cuda_masked
 #endif
 
 static const nbi_moe_runner_ops *const runners[] = {&nbi_moe_runner_cpu, &nbi_moe_runner_reference,
@@ -53,10 +55,7 @@ static const struct foreign {
     {"triton_kernel", "cuda_grouped", NULL, false},
     {"deep_gemm", "cuda_grouped", NULL, false},
     {"marlin", "cuda_grouped", NULL, false},
-    {"flashinfer_cutedsl", NULL,
-     "it is the masked grouped product of a fixed capacity per expert, which nibble does not have "
-     "yet; use \"cuda_grouped\" or \"auto\"",
-     false},
+    {"flashinfer_cutedsl", "cuda_masked", NULL, false},
     {"flashinfer_trtllm", "cuda", TRTLLM_WHY, true},
     {"flashinfer_trtllm_routed", "cuda", TRTLLM_WHY, true},
     {"aiter", NULL, "it is for AMD GPUs; use \"auto\"", false},

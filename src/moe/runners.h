@@ -15,6 +15,7 @@ extern const nbi_moe_runner_ops nbi_moe_runner_cuda;
 extern const nbi_moe_runner_ops nbi_moe_runner_cuda_gemv;
 extern const nbi_moe_runner_ops nbi_moe_runner_cuda_stream;
 extern const nbi_moe_runner_ops nbi_moe_runner_cuda_grouped;
+extern const nbi_moe_runner_ops nbi_moe_runner_cuda_masked;
 
 #define NBI_MOE_CUDA_SUMMARY \
     "cuda_stream up to 12 rows of an expert, else cuda_grouped: one prepared form"
@@ -22,6 +23,8 @@ extern const nbi_moe_runner_ops nbi_moe_runner_cuda_grouped;
 #define NBI_MOE_CUDA_STREAM_SUMMARY \
     "weights of every chosen expert by bulk copies, once for all its rows"
 #define NBI_MOE_CUDA_GROUPED_SUMMARY "rows sorted by expert, grouped products on the matrix units"
+#define NBI_MOE_CUDA_MASKED_SUMMARY \
+    "a fixed capacity of rows for every expert, masked grouped products, requantised in between"
 
 /* Checks what every runner needs: known kinds, equal shapes over the experts, columns that NVFP4
  * allows. NB_INVALID naming the matrix. */

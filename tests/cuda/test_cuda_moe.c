@@ -14,7 +14,8 @@ static const nbi_limits limits = {.max_rows = 320,
                                   .max_linear_rows = 4096,
                                   .vocab = 1000};
 
-static const char *const runners[] = {"cuda_gemv", "cuda_stream", "cuda_grouped", "cuda"};
+static const char *const runners[] = {"cuda_gemv", "cuda_stream", "cuda_grouped", "cuda_masked",
+                                      "cuda"};
 #define N_RUNNERS (sizeof runners / sizeof *runners)
 
 typedef struct prepared {
@@ -104,6 +105,19 @@ static void check_oracle(const prepared *p, const batch *b, const float *out, do
     free(want);
 }
 
+/* cuda_masked, and it alone, has no products for float32 experts. */
+static bool refused(nbi_backend *b, const char *name, const nbi_moe_shape *s)
+{
+    const nbi_moe_runner_ops *ops = NULL;
+    nb_error err = {0};
+    if (strcmp(name, "cuda_masked") ||
+        (s->kind_gate_up != NBI_WEIGHT_F32 && s->kind_down != NBI_WEIGHT_F32))
+        return false;
+    assert_int_equal(nbi_moe_runner_choose(&ops, name, b, s, &err), NB_UNSUPPORTED);
+    assert_non_null(strstr(err.text, "f32"));
+    return true;
+}
+
 /* Every runner on the same batches: the oracle, and one runner's bits are the others'. */
 static void check_layer(nbi_backend *b, const moe_layer *l, const uint32_t *rows, size_t n_rows,
                         double bound)
@@ -112,6 +126,7 @@ static void check_layer(nbi_backend *b, const moe_layer *l, const uint32_t *rows
         batch k = make_batch(l, rows[i]);
         float *want = NULL;
         for (size_t r = 0; r < N_RUNNERS; r++) {
+            if (refused(b, runners[r], &l->e.shape)) continue;
             prepared p = prepare(b, runners[r], l);
             float *out = run(&p, k.x, k.ids, k.weights, k.n);
             if (!want) {
@@ -244,7 +259,7 @@ static void test_many_rows(void **state)
                  {NBI_WEIGHT_FP8_BLOCK, NBI_WEIGHT_FP8_BLOCK, 192, 136},
                  {NBI_WEIGHT_BF16, NBI_WEIGHT_FP8_TENSOR, 136, 72},
                  {NBI_WEIGHT_F16, NBI_WEIGHT_BF16, 64, 328}};
-    enum { N = 300 };
+    enum { N = 300, MASKED = 140 };
     nbi_backend *b = gpu_open(&limits);
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         moe_layer l;
@@ -260,6 +275,11 @@ static void test_many_rows(void **state)
         prepared other = prepare(b, "cuda_stream", &l); /* many entries of a block */
         float *same = run(&other, k.x, k.ids, k.weights, N);
         moe_same_bits(same, want, (size_t)N * width, "many rows, cuda_stream");
+        free(same);
+        release(&other);
+        other = prepare(b, "cuda_masked", &l); /* the rest of two passes, several tiles of each */
+        same = run(&other, k.x, k.ids, k.weights, MASKED);
+        moe_same_bits(same, want, (size_t)MASKED * width, "many rows, cuda_masked");
         free(same);
         release(&other);
         for (uint32_t t = 0; t < N; t += 37 + op_below(20)) { /* rows alone take other kernels */
@@ -372,7 +392,8 @@ static void test_names(void **state)
                  {"triton", "cuda_grouped", NULL},
                  {"deep_gemm", "cuda_grouped", NULL},
                  {"marlin", "cuda_grouped", NULL},
-                 {"flashinfer_cutedsl", NULL, "masked"},
+                 {"cuda_masked", "cuda_masked", NULL},
+                 {"flashinfer_cutedsl", "cuda_masked", NULL},
                  {"flashinfer_trtllm", NULL, "SM100"},
                  {"cpu", NULL, "CPU backend"},
                  {"reference", NULL, "CPU backend"}};
@@ -390,6 +411,62 @@ static void test_names(void **state)
     shape.inter = 36;
     assert_int_equal(nbi_moe_runner_choose(&ops, "auto", b, &shape, &err), NB_UNSUPPORTED);
     assert_non_null(strstr(err.text, "36 x 64"));
+    gpu_close(b);
+}
+
+/* The capacity: a step of any size fits, memory stays within bounds and grows with the rows. */
+static void test_masked_memory(void **state)
+{
+    (void)state;
+    nbi_backend *b = gpu_open(&limits);
+    const nbi_moe_runner_ops *ops = NULL;
+    nb_error err = {0};
+    static const struct {
+        uint32_t experts, hidden, inter;
+    } shapes[] = {{8, 64, 32}, {128, 2048, 768}, {256, 6144, 2048}, {1024, 8192, 2048}};
+    for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++) {
+        const nbi_moe_shape s = {.n_experts = shapes[i].experts,
+                                 .top_k = 8,
+                                 .hidden = shapes[i].hidden,
+                                 .inter = shapes[i].inter,
+                                 .kind_gate_up = NBI_WEIGHT_NVFP4,
+                                 .kind_down = NBI_WEIGHT_NVFP4,
+                                 .w4a4 = true};
+        assert_int_equal(nbi_moe_runner_choose(&ops, "cuda_masked", b, &s, &err), NB_OK);
+        size_t before = 0;
+        for (uint32_t rows = 1; rows <= 8192; rows *= 2) {
+            const size_t bytes = ops->workspace_bytes(b, &s, rows);
+            assert_true(bytes >= before);
+            before = bytes;
+        }
+        assert_int_equal(ops->workspace_bytes(b, &s, 129), before); /* passes of at most 128 */
+        assert_true(before <= ((size_t)1 << 30));
+    }
+    gpu_close(b);
+}
+
+/* All runners are of one numerics class, which is what this file shows. */
+static void test_class(void **state)
+{
+    (void)state;
+    nbi_backend *b = gpu_open(&limits);
+    const nbi_moe_shape s = {.n_experts = 4,
+                             .top_k = 2,
+                             .hidden = 64,
+                             .inter = 32,
+                             .kind_gate_up = NBI_WEIGHT_NVFP4,
+                             .kind_down = NBI_WEIGHT_NVFP4};
+    uint32_t n = 0;
+    for (const nbi_moe_runner_ops *const *r = nbi_moe_runners(); *r; r++) {
+        char why[256];
+        if (!(*r)->supports(b, &s, why, sizeof why)) continue;
+        n++;
+        assert_string_equal((*r)->numerics, "cuda");
+        bool shown = false;
+        for (size_t i = 0; i < N_RUNNERS; i++) shown = shown || !strcmp(runners[i], (*r)->name);
+        assert_true(shown);
+    }
+    assert_int_equal(n, N_RUNNERS);
     gpu_close(b);
 }
 
@@ -603,7 +680,8 @@ int main(int argc, char **argv)
         cmocka_unit_test(test_oracle),     cmocka_unit_test(test_w4a4),
         cmocka_unit_test(test_bits),       cmocka_unit_test(test_routings),
         cmocka_unit_test(test_not_finite), cmocka_unit_test(test_names),
-        cmocka_unit_test(test_many_rows),  cmocka_unit_test(test_refusals),
+        cmocka_unit_test(test_many_rows),  cmocka_unit_test(test_masked_memory),
+        cmocka_unit_test(test_class),      cmocka_unit_test(test_refusals),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

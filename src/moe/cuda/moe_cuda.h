@@ -91,6 +91,11 @@ bool nbi_moe_rows_fits(const nbi_cuda *c, const nbi_moe_layer *l, uint32_t n_row
 size_t nbi_moe_rows_workspace(const nbi_moe_shape *shape, uint32_t max_rows);
 void nbi_moe_rows_run(nbi_cuda *c, const nbi_moe_layer *l, const nbi_moe_args *a);
 
+/* moe_masked.cu: not for float32 experts */
+bool nbi_moe_masked_fits(const nbi_cuda *c, const nbi_moe_shape *shape);
+size_t nbi_moe_masked_workspace(const nbi_moe_shape *shape, uint32_t max_rows);
+void nbi_moe_masked_run(nbi_cuda *c, const nbi_moe_layer *l, const nbi_moe_args *a);
+
 /* moe_grouped.cu */
 bool nbi_moe_grouped_fits(const nbi_cuda *c, const nbi_moe_shape *shape);
 size_t nbi_moe_grouped_workspace(const nbi_moe_shape *shape, uint32_t max_rows);

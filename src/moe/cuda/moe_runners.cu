@@ -98,6 +98,30 @@ static void run_best(nbi_backend *b, const nbi_moe_layer *l, const nbi_moe_args 
         run_grouped(b, l, a);
 }
 
+static size_t masked_workspace(const nbi_backend *b, const nbi_moe_shape *s, uint32_t max_rows)
+{
+    (void)b;
+    return nbi_moe_masked_workspace(s, max_rows);
+}
+
+static void run_masked(nbi_backend *b, const nbi_moe_layer *l, const nbi_moe_args *a)
+{
+    nbi_cuda_flush(nbi_cuda_of(b));
+    nbi_moe_masked_run(nbi_cuda_of(b), l, a);
+}
+
+static bool supports_masked(const nbi_backend *b, const nbi_moe_shape *s, char *why, size_t n)
+{
+    if (!nbi_moe_cuda_supports(b, s, why, n)) return false;
+    if (nbi_moe_has_f32(s)) {
+        snprintf(why, n, "its products are on the matrix units, which do not take f32 experts");
+        return false;
+    }
+    if (nbi_moe_masked_fits(nbi_cuda_of(b), s)) return true;
+    snprintf(why, n, "experts of %u x %u do not fit into shared memory", s->inter, s->hidden);
+    return false;
+}
+
 static bool supports_grouped(const nbi_backend *b, const nbi_moe_shape *s, char *why, size_t n)
 {
     if (!nbi_moe_cuda_supports(b, s, why, n)) return false;
@@ -160,4 +184,18 @@ const nbi_moe_runner_ops nbi_moe_runner_cuda_grouped = {
     .release = nbi_moe_cuda_release,
     .workspace_bytes = grouped_workspace,
     .run = run_grouped,
+};
+
+const nbi_moe_runner_ops nbi_moe_runner_cuda_masked = {
+    .version = 1,
+    .size = sizeof(nbi_moe_runner_ops),
+    .name = "cuda_masked",
+    .aliases = NULL,
+    .summary = NBI_MOE_CUDA_MASKED_SUMMARY,
+    .numerics = NUMERICS,
+    .supports = supports_masked,
+    .prepare = nbi_moe_cuda_prepare,
+    .release = nbi_moe_cuda_release,
+    .workspace_bytes = masked_workspace,
+    .run = run_masked,
 };

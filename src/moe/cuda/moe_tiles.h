@@ -1,5 +1,5 @@
 /* Steps that the MoE kernels share, so that they give the same bits: rows of x as B fragments in
- * memory, and a warp's walk over weights. Included by moe_gemv.cu and moe_grouped.cu. */
+ * memory, and a warp's walk over weights. Included by moe_gemv.cu and moe_product.h. */
 #pragma once
 
 #include "moe/cuda/moe_cuda.h"
