@@ -218,6 +218,14 @@ def nvml(addresses, first=None, peer=0, ancestor=30, **top):
     return {"nvml.json": json.dumps({"init": 0, "driver_version": "580.95.05", "cuda_driver_version": 13000, "devices": devices} | top)}
 
 
+def transfers(addresses, rate=52e9, peer=45e9, direct=True):
+    """transfers.json: what copies reached."""
+    n = len(addresses)
+    return {"transfers.json": json.dumps({"devices": [
+        {"pci": a, "to_host": [rate, 9e-6], "from_host": [rate, 8e-6],
+         "peers": [None if i == k else [peer, 12e-6, direct] for k in range(n)]} for i, a in enumerate(addresses)]})}
+
+
 def nvme(root, bus, now=(4, 4), **more):
     number = int(bus[-2:], 16)
     return (device(root, 0x1022, 0x14ad, PORT, (4, 4), now, payload=(512, 256), buses=(int(root[5:7], 16), number, number))
@@ -248,7 +256,7 @@ def server(first=None, second=None, drive=None):
     """Two sockets with a GPU each, as it should be. first, second, drive: what is different about a GPU or the NVMe."""
     return (gpu("0000:00:01.1", "0000:01", 0, *SOCKET0, 0, group=11, **(first or {}))
             | gpu("0000:80:01.1", "0000:81", 1, *SOCKET1, 1, group=12, **(second or {}))
-            | nvme("0000:00:03.1", "0000:02", **(drive or {})) | nvidia() | nvml(ON_SERVER, ancestor=50)
+            | nvme("0000:00:03.1", "0000:02", **(drive or {})) | nvidia() | nvml(ON_SERVER, ancestor=50) | transfers(ON_SERVER)
             | {"sys/class/iommu/ivhd0/amd-iommu/cap": "80b40f"}
             | cpus(16, "AuthenticAMD", "AMD EPYC 9654 96-Core Processor", AVX512, "amd-pstate-epp", "performance", "performance",
                  sockets=2)

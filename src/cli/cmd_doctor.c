@@ -16,11 +16,12 @@ static const nbi_command command = {
     .summary = "Audits the machine for inference: what costs tokens per second, and what mends it.",
     .usage = "[--model DIR] [OPTIONS]",
     .text =
-        "Reads what the kernel tells of processors, memory, limits and disks, and measures\n"
-        "memory and the disk below --model, a few seconds. Nothing is changed. Every finding says\n"
-        "what was read and where, why it matters, and the command or firmware setting that mends\n"
-        "it. Root is not needed; what could not be seen is listed. Limits and CPUs are those of\n"
-        "this process: start it the way the server is started. Rules, and how to record a\n"
+        "Reads what the kernel, PCI devices and NVIDIA's driver tell, and measures memory, the\n"
+        "disk below --model and copies of GPUs, some seconds. Nothing is changed. Every finding\n"
+        "says what was read and where, why it matters, and the command or firmware setting that\n"
+        "mends it. Root is not needed; what could not be seen is listed. Limits and CPUs are "
+        "those\n"
+        "of this process: start it the way the server is started. Rules, and how to record a\n"
         "machine: docs/doctor.md.\n"
         "\n"
         "The exit status is 0 when all is ok or noted, 1 with warnings, 2 with faults, 3 when the\n"
@@ -188,6 +189,27 @@ static json_t *gpus_json(const nbi_facts *f)
     return list;
 }
 
+static json_t *transfer_json(const nbi_transfer *t)
+{
+    return t->rate > 0 ? json_pack("{s:f, s:f, s:b}", "bytes_per_s", t->rate, "latency_s",
+                                   t->latency, "direct", t->direct)
+                       : json_null();
+}
+
+static json_t *transfers_json(const nbi_transfers *t)
+{
+    json_t *list = json_array();
+    for (uint32_t i = 0; i < t->n; i++) {
+        json_t *peers = json_array();
+        for (uint32_t k = 0; k < t->n; k++)
+            json_array_append_new(peers, transfer_json(&t->peer[i][k]));
+        json_array_append_new(list, json_pack("{s:s, s:o, s:o, s:o}", "pci", t->address[i],
+                                              "to_host", transfer_json(&t->to_host[i]), "from_host",
+                                              transfer_json(&t->from_host[i]), "peers", peers));
+    }
+    return list;
+}
+
 static json_t *machine_json(const nbi_facts *f)
 {
     const nbi_place_facts *p = &f->place;
@@ -204,15 +226,16 @@ static json_t *machine_json(const nbi_facts *f)
 static bool print_json(const nbi_doctor *d, int status)
 {
     const nbi_facts *f = nbi_doctor_facts(d);
-    json_t *root = json_pack("{s:s, s:i, s:{s:i, s:i, s:i, s:i}, s:o, s:o, s:{s:f, s:f}, s:o, s:o}",
-                             "version", nb_version(), "status", status, "counts", "fault",
-                             (int)nbi_doctor_count(d, NBI_FINDING_FAULT), "warning",
-                             (int)nbi_doctor_count(d, NBI_FINDING_WARNING), "note",
-                             (int)nbi_doctor_count(d, NBI_FINDING_NOTE), "ok",
-                             (int)nbi_doctor_count(d, NBI_FINDING_OK), "machine", machine_json(f),
-                             "gpus", gpus_json(f), "measured", "memory_bytes_per_s",
-                             f->measured.memory_rate, "file_bytes_per_s", f->measured.file_rate,
-                             "findings", findings_json(d), "unseen", unseen_json(f));
+    json_t *root = json_pack(
+        "{s:s, s:i, s:{s:i, s:i, s:i, s:i}, s:o, s:o, s:{s:f, s:f, s:o}, s:o, s:o}", "version",
+        nb_version(), "status", status, "counts", "fault",
+        (int)nbi_doctor_count(d, NBI_FINDING_FAULT), "warning",
+        (int)nbi_doctor_count(d, NBI_FINDING_WARNING), "note",
+        (int)nbi_doctor_count(d, NBI_FINDING_NOTE), "ok", (int)nbi_doctor_count(d, NBI_FINDING_OK),
+        "machine", machine_json(f), "gpus", gpus_json(f), "measured", "memory_bytes_per_s",
+        f->measured.memory_rate, "file_bytes_per_s", f->measured.file_rate, "transfers",
+        transfers_json(&f->measured.transfers), "findings", findings_json(d), "unseen",
+        unseen_json(f));
     char *text = root ? nbi_json_dumps(root) : NULL;
     if (text) puts(text);
     nbi_free(text);

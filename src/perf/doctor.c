@@ -71,6 +71,7 @@ static void read_facts(nbi_facts *f, const nbi_doctor_options *o)
     nbi_facts_topology(f);
     nbi_facts_nvml(f);
     nbi_facts_storage(f, o->model);
+    if (!f->live) nbi_facts_transfers(f);
     nbi_doctor_measure(f, o);
 }
 

@@ -5,6 +5,7 @@
  * /dev is read like this machine (docs/doctor.md, "Recorded machines"). */
 #pragma once
 
+#include "backend/transfers.h"
 #include "perf/doctor_read.h"
 
 #ifdef __cplusplus
@@ -180,6 +181,7 @@ typedef struct nbi_measured_facts {
     double memory_rate, file_rate; /* bytes per second */
     uint32_t threads;
     uint64_t file_bytes;
+    nbi_transfers transfers; /* of GPUs; a recorded machine has them in transfers.json */
     const char *memory_why, *file_why, *gpu_why;
 } nbi_measured_facts;
 
@@ -209,9 +211,10 @@ void nbi_facts_memory(nbi_facts *f);
 void nbi_facts_kernel(nbi_facts *f);
 void nbi_facts_place(nbi_facts *f);
 void nbi_facts_pci(nbi_facts *f);
-void nbi_facts_nodes(nbi_facts *f);    /* behind nbi_facts_pci() */
-void nbi_facts_topology(nbi_facts *f); /* behind nbi_facts_pci() */
-void nbi_facts_nvml(nbi_facts *f);     /* behind nbi_facts_nodes() */
+void nbi_facts_nodes(nbi_facts *f);     /* behind nbi_facts_pci() */
+void nbi_facts_topology(nbi_facts *f);  /* behind nbi_facts_pci() */
+void nbi_facts_nvml(nbi_facts *f);      /* behind nbi_facts_nodes() */
+void nbi_facts_transfers(nbi_facts *f); /* those of a recorded machine */
 void nbi_facts_storage(nbi_facts *f, const char *model);
 
 #ifdef __cplusplus

@@ -105,7 +105,8 @@ void nbi_doctor_measure(nbi_facts *f, const nbi_doctor_options *o)
 {
     nbi_measured_facts *m = &f->measured;
     const char *never = !f->live ? "a recorded machine" : !o->measure ? "--no-measure" : NULL;
-    m->memory_why = m->file_why = m->gpu_why = never;
+    m->memory_why = m->file_why = never;
+    m->gpu_why = m->transfers.n ? NULL : never;
     if (never) return;
     measure_memory(f);
     const nbi_storage_facts *s = &f->storage;

@@ -321,6 +321,39 @@ static void read_record(nbi_facts *f, const json_t *root)
     }
 }
 
+/* "to_host": [rate, latency], "peers": [null, [rate, latency, direct]] */
+static void read_transfer(nbi_transfer *out, const json_t *from)
+{
+    const double rate = json_number_value(json_array_get(from, 0)),
+                 latency = json_number_value(json_array_get(from, 1));
+    *out = (nbi_transfer){.rate = rate > 0 ? rate : 0,
+                          .latency = latency > 0 ? latency : 0,
+                          .direct = json_is_true(json_array_get(from, 2))};
+}
+
+void nbi_facts_transfers(nbi_facts *f)
+{
+    nbi_transfers *t = &f->measured.transfers;
+    nb_error err;
+    size_t n = 0;
+    json_t *root = NULL;
+    const uint8_t *text = nbi_read_bytes(&f->reader, RECORD_BYTES, &n, "/transfers.json");
+    if (!text || nbi_json_parse(&root, (const char *)text, n, "transfers.json", &err) != NB_OK)
+        return;
+    const json_t *devices = json_object_get(root, "devices");
+    for (; t->n < NBI_TRANSFERS_MAX && t->n < json_array_size(devices); t->n++) {
+        const json_t *from = json_array_get(devices, t->n);
+        const json_t *peers = json_object_get(from, "peers");
+        snprintf(t->address[t->n], sizeof t->address[0], "%s",
+                 text_of(&f->reader, from, "pci", "?"));
+        read_transfer(&t->to_host[t->n], json_object_get(from, "to_host"));
+        read_transfer(&t->from_host[t->n], json_object_get(from, "from_host"));
+        for (uint32_t k = 0; k < NBI_TRANSFERS_MAX; k++)
+            read_transfer(&t->peer[t->n][k], json_array_get(peers, k));
+    }
+    json_decref(root);
+}
+
 void nbi_facts_nvml(nbi_facts *f)
 {
     nbi_nvml_facts *nvml = &f->nvml;

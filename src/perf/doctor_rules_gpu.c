@@ -384,6 +384,69 @@ static void nvlink(const nbi_facts *f, nbi_verdicts *v)
     }
 }
 
+/* ---------------------------------------------------------------- measured */
+
+/* Bytes per second that a link can carry one way: 8b/10b until 5 GT/s, 128b/130b from 8 on. */
+static double link_rate(const nbi_pci_device *d)
+{
+    if (!d || d->max_speed <= 0 || d->max_width <= 0) return 0;
+    return (double)d->max_speed * 1e8 * (double)d->max_width / 8 *
+           (d->max_speed <= 50 ? 0.8 : 0.985);
+}
+
+/* Large copies reach 80 to 90 % of it. */
+#define SHARE_WARNING 0.5
+
+static void host_transfers(const nbi_facts *f, nbi_verdicts *v)
+{
+    const nbi_transfers *t = &f->measured.transfers;
+    for (uint32_t i = 0; i < t->n; i++) {
+        const nbi_transfer *to = &t->to_host[i], *from = &t->from_host[i];
+        const double link = link_rate(nbi_facts_pci_at(f, t->address[i]));
+        if (to->rate <= 0 || from->rate <= 0) continue;
+        const bool slow =
+            link > 0 && (to->rate < SHARE_WARNING * link || from->rate < SHARE_WARNING * link);
+        char of[48] = "";
+        if (link > 0) snprintf(of, sizeof of, ", of %.1f GB/s of the link", link * 1e-9);
+        nbi_finding *out = nbi_judge(
+            v, slow ? NBI_FINDING_WARNING : NBI_FINDING_OK,
+            nbi_reader_text(v->texts, "GPU %s", t->address[i]),
+            "copies of 64 MiB and of 16 bytes, pinned memory",
+            "to the host %.1f GB/s and %.1f us, from it %.1f GB/s and %.1f us%s", to->rate * 1e-9,
+            to->latency * 1e6, from->rate * 1e-9, from->latency * 1e6, of);
+        if (slow)
+            out->setting = "see pcie-link, iommu-mode and gpu-placement; other transfers at the "
+                           "same time count too";
+    }
+}
+
+static void peer_transfers(const nbi_facts *f, nbi_verdicts *v)
+{
+    const nbi_transfers *t = &f->measured.transfers;
+    double least = 0, most = 0, latency = 0;
+    uint32_t n = 0, direct = 0, slow = 0;
+    for (uint32_t i = 0; i < t->n; i++) {
+        const double link = link_rate(nbi_facts_pci_at(f, t->address[i]));
+        for (uint32_t k = 0; k < t->n; k++) {
+            const nbi_transfer *p = &t->peer[i][k];
+            if (i == k || p->rate <= 0) continue;
+            least = n && least < p->rate ? least : p->rate;
+            most = most > p->rate ? most : p->rate;
+            latency = latency > p->latency ? latency : p->latency;
+            direct += p->direct;
+            slow += link > 0 && p->rate < SHARE_WARNING * link;
+            n++;
+        }
+    }
+    if (!n) return;
+    nbi_finding *out =
+        nbi_judge(v, direct < n || slow ? NBI_FINDING_WARNING : NBI_FINDING_OK, "",
+                  "copies of 64 MiB and of 16 bytes between all pairs",
+                  "%.1f to %.1f GB/s, up to %.1f us; %u of %u directions with peer access",
+                  least * 1e-9, most * 1e-9, latency * 1e6, direct, n);
+    if (direct < n || slow) out->setting = "see gpu-peers, pcie-acs, iommu-mode, pcie-bar";
+}
+
 const nbi_doctor_rule nbi_rules_gpu[] = {
     {"gpu-library", "gpu", "NVML", "CUDA fails where this library fails.", library, false},
     {"gpu-cuda", "gpu", "driver against CUDA", "An older driver does not load nibble's kernels.",
@@ -426,5 +489,11 @@ const nbi_doctor_rule nbi_rules_gpu[] = {
      true},
     {"gpu-nvlink", "gpu", "NVLink",
      "A link that is down takes its share of the bandwidth between ranks with it.", nvlink, true},
+    {"measured-host", "measured", "transfers between GPU and host",
+     "Loading and offloaded experts go at this rate; each step waits some of these latencies.",
+     host_transfers, true},
+    {"measured-peers", "measured", "transfers between GPUs",
+     "A reduction over ranks takes its bytes over this rate, and its latency per layer.",
+     peer_transfers, true},
     {0},
 };

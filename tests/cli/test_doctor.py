@@ -5,7 +5,7 @@ import subprocess
 
 import pytest
 
-from doctor_machines import CPU, MACHINES, ON_SERVER, ROOM, dimms, disk, kernel, limits, meminfo, nodes, nvml, server, write
+from doctor_machines import CPU, MACHINES, ON_SERVER, ROOM, dimms, disk, kernel, limits, meminfo, nodes, nvml, server, transfers, write
 
 LEVELS = ["ok", "note", "warning", "fault"]
 
@@ -117,6 +117,8 @@ FIRES = {
     "gpu-peers": ("vm", {}, "warning", "none on 2 of 2 directions; 0000:01:00.0 to 0000:02:00.0: chipset not supported"),
     "gpu-ancestors": ("server", {}, "note", "1 of 1 pairs"),
     "gpu-nvlink": gpu(nvlinks=[1, 1, 0, 1]) + ("warning", "3 of 4"),
+    "measured-host": ("server", transfers(ON_SERVER, rate=12e9), "warning", "12.0 GB/s and 9.0 us, from it 12.0 GB/s and 8.0 us, of 63.0 GB/s"),
+    "measured-peers": ("server", transfers(ON_SERVER, direct=False), "warning", "0 of 2 directions"),
     "model-disk": ("server", disk("sda", "8:0", rotational=1), "warning", "rotating"),
 }
 
@@ -356,6 +358,19 @@ def test_records_of_nvml(audit, record, level, words):
     out = audit(server() | nvml(ON_SERVER, **record))
     assert level_of(out, "gpu-library") == level
     assert words in next(f["found"] for f in out["findings"] if f["id"] == "gpu-library")
+
+
+def test_transfers_in_json(audit):
+    first = audit(server())["measured"]["transfers"][0]
+    assert first["pci"] == ON_SERVER[0] and first["to_host"]["bytes_per_s"] == 52e9 and first["peers"][0] is None
+    assert first["peers"][1] == {"bytes_per_s": 45e9, "latency_s": 12e-6, "direct": True}
+
+
+@pytest.mark.parametrize("text", ["[]", "{}", '{"devices": 3}', '{"devices": [null, {"pci": 1, "to_host": "x", "peers": [[-1, "y"]]}]}',
+                                  '{"devices": [' + ", ".join(["{}"] * 40) + "]}"])
+def test_records_of_transfers(audit, text):
+    out = audit(server() | {"transfers.json": text})
+    assert level_of(out, "measured-host") is None and level_of(out, "measured-peers") is None
 
 
 def test_nothing_there(audit):
