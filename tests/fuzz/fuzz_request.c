@@ -32,7 +32,9 @@ static void check(const nbi_job *job, bool chat)
     NB_ASSERT(s->top_k >= -1 && p->n_logprobs >= -1 && p->n_logprobs <= NB_TOP_LOGPROBS_MAX);
     NB_ASSERT(p->n_prompt_logprobs >= -1 && p->n_prompt_logprobs <= NB_TOP_LOGPROBS_MAX);
     NB_ASSERT(p->best_of >= p->n && p->truncate_prompt >= -1);
-    NB_ASSERT(!p->beams || (p->best_of <= NB_BEAM_WIDTH_MAX && !p->stream));
+    NB_ASSERT(!p->beams || p->best_of <= NB_BEAM_WIDTH_MAX);
+    NB_ASSERT(!p->return_meta || !p->stream);
+    NB_ASSERT(s->repeat_count != 1 && s->repeat_min <= s->repeat_max);
     NB_ASSERT(!p->beams || (p->length_penalty >= -NBI_LENGTH_PENALTY_MAX &&
                             p->length_penalty <= NBI_LENGTH_PENALTY_MAX));
     NB_ASSERT(job->params.n >= 1 && job->params.n <= NBI_N_MAX);
