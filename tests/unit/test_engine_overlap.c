@@ -391,7 +391,6 @@ static void a_stop_string_of_one_put_back(void **state)
     }
     assert_in_range(preempted, 1, 31); /* it does lie around it */
 }
-#endif
 
 typedef struct user {
     nb_engine *e;
@@ -432,6 +431,7 @@ static void readers_in_threads(void **state)
         if (k % 8 == 5) assert_int_not_equal(on[k].finish, NB_FINISH_NONE);
     }
 }
+#endif
 
 static void auto_follows_the_device(void **state)
 {
@@ -457,9 +457,9 @@ int main(void)
         cmocka_unit_test(a_cancelled_request),
         cmocka_unit_test(when_what_happens),
         cmocka_unit_test(auto_follows_the_device),
-        cmocka_unit_test(readers_in_threads),
 #ifndef NBI_TEST_OVERLAP_CUDA
         cmocka_unit_test(a_stop_string_of_one_put_back),
+        cmocka_unit_test(readers_in_threads),
 #endif
     };
     return cmocka_run_group_tests(tests, make_model, remove_model);
