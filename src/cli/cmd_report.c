@@ -54,9 +54,9 @@ typedef struct args {
 static void start_words(const args *a, nbi_report_words *w, const char *first, const char *second)
 {
     *w = (nbi_report_words){0};
-    nbi_report_add(w, first, NULL);
-    if (second) nbi_report_add(w, second, NULL);
-    nbi_report_add(w, "--model", a->model, NULL);
+    nbi_report_add(w, first);
+    if (second) nbi_report_add(w, second);
+    nbi_report_add(w, "--model", a->model);
 }
 
 /* A number as a word that lives until the next part. */
@@ -69,8 +69,8 @@ static const char *number(args *a, uint32_t n)
 
 static void add_device(args *a, nbi_report_words *w)
 {
-    nbi_report_add(w, "--device", a->device, NULL);
-    if (a->threads) nbi_report_add(w, "--threads", number(a, a->threads), NULL);
+    nbi_report_add(w, "--device", a->device);
+    if (a->threads) nbi_report_add(w, "--threads", number(a, a->threads));
 }
 
 /* A part's figures, or the sentence of its failure. Takes `value`. */
@@ -99,7 +99,7 @@ static void run_check(args *a)
     nbi_report_words w;
     start_words(a, &w, "check", NULL);
     add_device(a, &w);
-    nbi_report_add(&w, "--json", NULL);
+    nbi_report_add(&w, "--json");
     run_part(a, "check", &w, 1);
 }
 
@@ -109,7 +109,7 @@ static void run_decode(args *a, const char *trace)
     start_words(a, &w, "bench", "decode");
     add_device(a, &w);
     nbi_report_add(&w, "--tokens", number(a, a->tokens), "--repeat", number(a, a->repeat),
-                   "--trace", trace, "--json", NULL);
+                   "--trace", trace, "--json");
     run_part(a, "decode", &w, 0);
 }
 
@@ -121,7 +121,7 @@ static void run_roofline(args *a)
     if (!(measured > 0)) return;
     snprintf(bandwidth, sizeof bandwidth, "%.6g", measured);
     start_words(a, &w, "roofline", NULL);
-    nbi_report_add(&w, "--bandwidth", bandwidth, "--json", NULL);
+    nbi_report_add(&w, "--bandwidth", bandwidth, "--json");
     run_part(a, "roofline", &w, 0);
 }
 
@@ -155,7 +155,7 @@ static void run_contexts(args *a)
         start_words(a, &w, "bench", "decode");
         add_device(a, &w);
         nbi_report_add(&w, "--context", context, "--tokens", number(a, a->tokens), "--repeat",
-                       number(a, SWEEP_REPEAT), "--json", NULL);
+                       number(a, SWEEP_REPEAT), "--json");
         if (nbi_report_json(&value, &w, 0, &err) != NB_OK) break;
         json_object_set_new(value, "context", json_integer(strtoll(context, NULL, 10)));
         json_array_append_new(list, value);
@@ -176,8 +176,8 @@ static void run_load(args *a, const char *key, const char *url, uint32_t request
     nbi_report_add(&w, "bench", "serve", "--base-url", url, "--num-prompts", number(a, requests),
                    "--random-input-len", number(a, a->input), "--random-output-len",
                    number(a, a->output), "--ignore-eos", "--metric-percentiles", "50,90,99",
-                   "--plot", plot, "--json", NULL);
-    if (one) nbi_report_add(&w, "--max-concurrency", "1", NULL);
+                   "--plot", plot, "--json");
+    if (one) nbi_report_add(&w, "--max-concurrency", "1");
     run_part(a, key, &w, 0);
     nbi_free(plot);
 }
@@ -191,7 +191,7 @@ static void run_served(args *a)
     if (!log) return;
     start_words(a, &w, "serve", NULL);
     add_device(a, &w);
-    nbi_report_add(&w, "--port", "0", NULL);
+    nbi_report_add(&w, "--port", "0");
     fprintf(stderr, "serve ...\n");
     if (nbi_report_serve(&server, &w, log, &err) == NB_OK) {
         run_load(a, "stream", server.url, 4, true);
@@ -208,7 +208,7 @@ static void run_doctor(args *a)
 {
     nbi_report_words w;
     start_words(a, &w, "doctor", NULL);
-    nbi_report_add(&w, "--json", NULL);
+    nbi_report_add(&w, "--json");
     run_part(a, "doctor", &w, 2);
 }
 

@@ -5,7 +5,6 @@
 #include <fcntl.h>
 #include <signal.h>
 #include <spawn.h>
-#include <stdarg.h>
 #include <stdio.h>
 #include <string.h>
 #include <sys/wait.h>
@@ -22,15 +21,11 @@
 
 extern char **environ;
 
-void nbi_report_add(nbi_report_words *w, ...)
+void nbi_report_add_words(nbi_report_words *w, const char *const *words, size_t n)
 {
-    va_list args;
-    va_start(args, w);
-    for (const char *word; (word = va_arg(args, const char *));) {
-        NB_ASSERT(w->n < NBI_REPORT_WORDS);
-        w->items[w->n++] = word;
-    }
-    va_end(args);
+    NB_ASSERT(n <= NBI_REPORT_WORDS - w->n);
+    memcpy(w->items + w->n, words, n * sizeof *words);
+    w->n += (uint32_t)n;
 }
 
 /* `fd` becomes the child's descriptor `as`. */

@@ -17,8 +17,11 @@ typedef struct nbi_report_words {
     uint32_t n;
 } nbi_report_words;
 
-/* Appends words up to NULL; aborts beyond the maximum. */
-void nbi_report_add(nbi_report_words *w, ...);
+/* Appends n words; aborts beyond the maximum. */
+void nbi_report_add_words(nbi_report_words *w, const char *const *words, size_t n);
+#define nbi_report_add(w, ...)                                    \
+    nbi_report_add_words((w), (const char *const[]){__VA_ARGS__}, \
+                         sizeof((const char *const[]){__VA_ARGS__}) / sizeof(const char *))
 
 /* Runs the program with these words and reads the JSON object that it prints. The exit status may
  * be up to `max_status`; what it says on standard error goes to ours. */

@@ -176,8 +176,10 @@ static void write_breakdown(nbi_document *d, const json_t *r)
     nbi_document_text(d, "Most time above the floor:");
     nbi_document_table(d, "component\toperator\t>lost us\tlikely reason");
     json_array_foreach(json_object_get(b, "slowest"), i, row)
+    {
         nbi_document_row(d, "%s\t%s\t%.1f\t%s", string(row, "component"), string(row, "operator"),
                          1e3 * number(row, "lost_ms"), string(row, "reason"));
+    }
     nbi_document_table_end(d);
     nbi_document_text(d, "trace.json beside this page opens in ui.perfetto.dev.");
 }
