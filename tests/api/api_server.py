@@ -32,6 +32,7 @@ class Server:
         self.verify = ssl.create_default_context(cafile=ca) if ca else True
         self.key = key
         self.lines = []
+        self.quiet = "error" in options  # of --log-level
         command = [*prefix, str(binary), "serve", "--port", str(self.port)]
         if model is not None:
             command += ["--model", str(model)]
@@ -68,11 +69,16 @@ class Server:
                 raise AssertionError(f"the server ended with {self.process.returncode}:\n{self.log}")
             try:
                 if self.get("/health").status_code == 200:
-                    return
+                    return self._wait_log(min(end, time.monotonic() + 2))
             except httpx.TransportError:
                 pass
             time.sleep(0.01)
         raise AssertionError(f"not ready after {START_SECONDS} s:\n{self.log}")
+
+    def _wait_log(self, end):
+        """What the start logged is read by a thread of its own, perhaps after the server has answered."""
+        while "ready after" not in self.log and not self.quiet and time.monotonic() < end:
+            time.sleep(0.005)
 
     def stop(self, number=signal.SIGTERM, seconds=60):
         """Ends the server (None: waits for the end); returns its exit status."""
