@@ -148,6 +148,7 @@ static int end(serving *s, const sigset_t *set, bool joined)
     /* nothing needs to be saved: not by a loader, which cannot be stopped, nor by the step of an
      * engine, which may be long */
     nbi_server_flush_logs(s->server);
+    nbi_bandwidth_watch_stop(&s->watch);
     if (!joined) pthread_detach(s->loader);
     _exit(NBI_EXIT_OK);
 }

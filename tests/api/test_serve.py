@@ -214,6 +214,6 @@ def test_second_signal(serve):
     while server.get("/health").status_code == 200:
         time.sleep(0.01)
     begin = time.monotonic()
-    assert server.stop(signal.SIGTERM) == 0
+    assert server.stop(signal.SIGTERM) == 0, server.log
     assert time.monotonic() - begin < 5
     s.close()
