@@ -217,20 +217,9 @@ nb_status nbi_json_parse(json_t **out, const char *text, size_t n_bytes, const c
 }
 
 /* The code unit of "\uXXXX" at s[0, n), or -1. */
-static long unit_at(const char *s, size_t n)
+static int32_t unit_at(const char *s, size_t n)
 {
-    long unit = 0;
-    if (n < 6 || s[0] != '\\' || s[1] != 'u') return -1;
-    for (size_t i = 2; i < 6; i++) {
-        char c = s[i];
-        int digit = c >= '0' && c <= '9'   ? c - '0'
-                    : c >= 'a' && c <= 'f' ? c - 'a' + 10
-                    : c >= 'A' && c <= 'F' ? c - 'A' + 10
-                                           : -1;
-        if (digit < 0) return -1;
-        unit = unit * 16 + digit;
-    }
-    return unit;
+    return n >= 6 && s[0] == '\\' && s[1] == 'u' ? nbi_hex4(s + 2) : -1;
 }
 
 void nbi_json_mend(char *text, size_t n)
@@ -239,12 +228,12 @@ void nbi_json_mend(char *text, size_t n)
         char *backslash = memchr(text + i, '\\', n - i);
         if (!backslash) return;
         i = (size_t)(backslash - text);
-        long unit = unit_at(text + i, n - i);
+        int32_t unit = unit_at(text + i, n - i);
         if (unit != 0 && (unit < 0xd800 || unit > 0xdfff)) {
             i += unit < 0 ? 2 : 6;
             continue;
         }
-        long next = n - i > 6 ? unit_at(text + i + 6, n - i - 6) : -1;
+        int32_t next = n - i > 6 ? unit_at(text + i + 6, n - i - 6) : -1;
         if (unit != 0 && unit < 0xdc00 && next >= 0xdc00 && next <= 0xdfff) {
             i += 12;
         } else {

@@ -80,3 +80,18 @@ size_t nbi_utf8_cut(const char *s, size_t n)
     }
     return n;
 }
+
+int32_t nbi_hex4(const char s[4])
+{
+    int32_t value = 0;
+    for (int i = 0; i < 4; i++) {
+        const char c = s[i];
+        const int digit = c >= '0' && c <= '9'   ? c - '0'
+                          : c >= 'a' && c <= 'f' ? c - 'a' + 10
+                          : c >= 'A' && c <= 'F' ? c - 'A' + 10
+                                                 : -1;
+        if (digit < 0) return -1;
+        value = value * 16 + digit;
+    }
+    return value;
+}

@@ -22,6 +22,9 @@ size_t nbi_utf8_put(char out[4], uint32_t code);
 /* The largest m <= n so that s[0, m) does not end inside a character that s[0, n) has begun. */
 size_t nbi_utf8_cut(const char *s, size_t n);
 
+/* The code unit that four hexadecimal digits name, as behind JSON's \u; -1 where one is none. */
+int32_t nbi_hex4(const char s[4]);
+
 #ifdef __cplusplus
 }
 #endif

@@ -30,24 +30,6 @@ bool nbi_st_take(nbi_st_reader *r, int c)
     return true;
 }
 
-static int hex4(const uint8_t *p)
-{
-    int v = 0;
-    for (int i = 0; i < 4; i++) {
-        int c = p[i], d;
-        if (c >= '0' && c <= '9')
-            d = c - '0';
-        else if (c >= 'a' && c <= 'f')
-            d = c - 'a' + 10;
-        else if (c >= 'A' && c <= 'F')
-            d = c - 'A' + 10;
-        else
-            return -1;
-        v = v * 16 + d;
-    }
-    return v;
-}
-
 /* The escape behind a backslash; appends to out. */
 static nb_status read_escape(nbi_st_reader *r, char **out)
 {
@@ -60,11 +42,13 @@ static nb_status read_escape(nbi_st_reader *r, char **out)
         return NB_OK;
     }
     if (c != 'u' || r->end - r->p < 4) return nbi_st_bad(r, "unknown escape");
-    int32_t v = hex4(r->p);
+    int32_t v = nbi_hex4((const char *)r->p);
     if (v < 0) return nbi_st_bad(r, "unknown escape");
     r->p += 4;
     if (v >= 0xd800 && v < 0xdc00) {
-        int32_t low = r->end - r->p >= 6 && r->p[0] == '\\' && r->p[1] == 'u' ? hex4(r->p + 2) : -1;
+        int32_t low = r->end - r->p >= 6 && r->p[0] == '\\' && r->p[1] == 'u'
+                          ? nbi_hex4((const char *)r->p + 2)
+                          : -1;
         if (low < 0xdc00 || low > 0xdfff) return nbi_st_bad(r, "half a surrogate");
         v = 0x10000 + ((v - 0xd800) << 10) + (low - 0xdc00);
         r->p += 6;

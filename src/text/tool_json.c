@@ -115,27 +115,12 @@ static nb_status pay_owed(nbi_tool_json *j, nbi_buf *out)
 
 /* ---------------------------------------------------------------- strings */
 
-static int hex4(const char *s)
-{
-    int value = 0;
-    for (int i = 0; i < 4; i++) {
-        char c = s[i];
-        int digit = c >= '0' && c <= '9'   ? c - '0'
-                    : c >= 'a' && c <= 'f' ? c - 'a' + 10
-                    : c >= 'A' && c <= 'F' ? c - 'A' + 10
-                                           : -1;
-        if (digit < 0) return -1;
-        value = value * 16 + digit;
-    }
-    return value;
-}
-
 /* Reads "\uXXXX", a pair of them where it is one; s[0] == '\\', s[1] == 'u'. Returns bytes taken, 0
  * when more are needed. Wrong digits give a backslash that stands for itself. */
 static size_t unicode_escape(const char *s, size_t n, bool final, uint32_t *code)
 {
     if (n < 6 && !final) return 0;
-    int high = n >= 6 ? hex4(s + 2) : -1;
+    int high = n >= 6 ? nbi_hex4(s + 2) : -1;
     *code = '\\';
     if (high < 0) return 1;
     *code = (uint32_t)high;
@@ -143,7 +128,7 @@ static size_t unicode_escape(const char *s, size_t n, bool final, uint32_t *code
     *code = 0xfffd;
     if (high >= 0xdc00) return 6;
     if (n < 12 && !final && (n < 7 || s[6] == '\\') && (n < 8 || s[7] == 'u')) return 0;
-    int low = n >= 12 && s[6] == '\\' && s[7] == 'u' ? hex4(s + 8) : -1;
+    int low = n >= 12 && s[6] == '\\' && s[7] == 'u' ? nbi_hex4(s + 8) : -1;
     if (low < 0xdc00 || low > 0xdfff) return 6;
     *code = 0x10000 + ((uint32_t)(high - 0xd800) << 10) + (uint32_t)(low - 0xdc00);
     return 12;
