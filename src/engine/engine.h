@@ -148,6 +148,11 @@ typedef struct nbi_step_batch {
 
 typedef struct nbi_owed nbi_owed; /* results.c */
 
+static inline uint32_t nbi_min_u32(uint32_t a, uint32_t b)
+{
+    return a < b ? a : b;
+}
+
 /* Clients are told apart by a hash into so many places; two that share one share its turns. */
 #define NBI_CLIENTS 1024u
 

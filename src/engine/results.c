@@ -18,11 +18,6 @@ struct nbi_owed {
     bool left; /* the last token ended it: it does not run any more */
 };
 
-static uint32_t min_u32(uint32_t a, uint32_t b)
-{
-    return a < b ? a : b;
-}
-
 size_t nbi_owed_bytes(uint32_t max_running, uint32_t max_logit_rows)
 {
     return max_running * sizeof(nbi_owed) + max_logit_rows * sizeof(nbi_sample_out);
@@ -96,7 +91,7 @@ static bool take(nb_engine *e, uint32_t s)
     const nbi_step_batch *b = &e->batch;
     nb_request *r = b->seqs[s];
     if (r->sampling.prompt_logprobs && !r->n_reported) nbi_request_put_prompt(r, 0, NULL);
-    uint32_t confirmed = min_u32(r->rows, r->n_tokens - r->n_cached);
+    uint32_t confirmed = nbi_min_u32(r->rows, r->n_tokens - r->n_cached);
     nbi_owed *o = &e->owed[e->n_owed];
     *o = (nbi_owed){.r = r, .n_before = r->n_tokens, .drafted = r->rows - confirmed};
     r->n_cached += confirmed;
@@ -126,7 +121,7 @@ static bool take(nb_engine *e, uint32_t s)
 static uint64_t prompt_rows(const nb_request *r, uint32_t before, uint32_t after)
 {
     if (r->count_as == NB_COUNT_NONE) return 0;
-    return min_u32(after, r->n_prompt) - min_u32(before, r->n_prompt);
+    return nbi_min_u32(after, r->n_prompt) - nbi_min_u32(before, r->n_prompt);
 }
 
 /* The outputs handed out later stay where they are; the next step samples elsewhere. */
@@ -209,7 +204,7 @@ static uint32_t hand_out_one(nb_engine *e, const nbi_owed *o)
         n++;
     }
     nbi_meter_tokens(e, r, n);
-    count_drafts(e, r, o->drafted, min_u32(o->accepted, n));
+    count_drafts(e, r, o->drafted, nbi_min_u32(o->accepted, n));
     uint32_t generated = r->count_as == NB_COUNT_ALL ? n : 0;
     if (!ended) return generated;
     r->n_tokens = o->n_before + n; /* drafts behind a stop string were never said */

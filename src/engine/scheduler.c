@@ -23,11 +23,6 @@ static uint32_t pages_for(uint32_t tokens)
 
 /* ---------------------------------------------------------------- queue and running list */
 
-static uint32_t min_u32(uint32_t a, uint32_t b)
-{
-    return a < b ? a : b;
-}
-
 static const char *where_is(const nb_request *r, bool runs)
 {
     if (!runs) return "in the queue";
@@ -100,7 +95,7 @@ static void reap_waiting(nb_engine *e, uint64_t now_ns)
 static bool fits(const nb_engine *e, const nb_request *r)
 {
     uint32_t shared = nbi_request_peek_prefix(e, r);
-    uint32_t rows = min_u32(r->n_tokens - shared * NBI_PAGE_TOKENS, e->chunk_size);
+    uint32_t rows = nbi_min_u32(r->n_tokens - shared * NBI_PAGE_TOKENS, e->chunk_size);
     if (r->beams && e->n_running + r->beams->width > e->max_running) return false;
     return !e->n_running || nbi_kv_pages_free(e) >= shared + pages_for(rows) + e->n_running;
 }
@@ -207,9 +202,10 @@ static uint32_t ensure_pages(nb_engine *e, uint32_t i, uint32_t rows)
 static uint32_t rows_wanted(const nb_request *r, uint32_t budget, uint32_t logit_rows)
 {
     uint32_t known = r->n_tokens - r->n_cached;
-    uint32_t rows = min_u32(r->beams ? known - 1 : known, budget); /* the last: with all beams */
+    uint32_t rows =
+        nbi_min_u32(r->beams ? known - 1 : known, budget); /* the last: with all beams */
     if (!r->sampling.prompt_logprobs || r->n_reported == r->n_prompt) return rows;
-    return min_u32(rows, min_u32(logit_rows, NBI_PROMPT_EVENTS_MAX));
+    return nbi_min_u32(rows, nbi_min_u32(logit_rows, NBI_PROMPT_EVENTS_MAX));
 }
 
 /* The next row of every beam, or of none: running[i] is the first member. */
