@@ -2,10 +2,10 @@
 #include "cli/serve_bandwidth.h"
 
 #include <pthread.h>
-#include <stdatomic.h>
 #include <stdlib.h>
 #include <time.h>
 
+#include "base/clock.h"
 #include "base/log.h"
 #include "base/mem.h"
 #include "perf/bandwidth.h"
@@ -35,13 +35,10 @@ static bool is_quiet(const nbi_bandwidth_watch *w)
 /* True when it is to end. */
 static bool pause_ms(nbi_bandwidth_watch *w, uint32_t ms)
 {
-    struct timespec at;
-    clock_gettime(CLOCK_MONOTONIC, &at);
-    at.tv_nsec += (long)ms * 1000000;
-    at.tv_sec += at.tv_nsec / 1000000000;
-    at.tv_nsec %= 1000000000;
+    struct timespec at = nbi_timespec(nbi_now_ns() + ms * 1000000ull);
     pthread_mutex_lock(&w->lock);
-    while (!w->ending && ms && pthread_cond_timedwait(&w->end, &w->lock, &at) == 0) {}
+    while (!w->ending && ms &&
+           pthread_cond_clockwait(&w->end, &w->lock, CLOCK_MONOTONIC, &at) == 0) {}
     const bool ending = w->ending;
     pthread_mutex_unlock(&w->lock);
     return ending;
@@ -100,12 +97,8 @@ void nbi_bandwidth_watch_start(nbi_bandwidth_watch **out, nb_engine *engine, con
     nbi_bandwidth_watch *w = nbi_calloc(1, sizeof *w);
     if (!w) return;
     *w = (nbi_bandwidth_watch){.engine = engine, .dir = model_dir, .n_threads = n_threads};
-    pthread_condattr_t attr;
-    pthread_condattr_init(&attr);
-    pthread_condattr_setclock(&attr, CLOCK_MONOTONIC);
     pthread_mutex_init(&w->lock, NULL);
-    pthread_cond_init(&w->end, &attr);
-    pthread_condattr_destroy(&attr);
+    pthread_cond_init(&w->end, NULL);
     if (pthread_create(&w->thread, NULL, run, w) == 0)
         *out = w;
     else
