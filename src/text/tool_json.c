@@ -25,10 +25,15 @@ enum {
 
 /* ---------------------------------------------------------------- keys */
 
+/* Of the characters that are written: bytes that are no UTF-8 all become U+FFFD. */
 static uint64_t hash_key(uint32_t object, const char *key, size_t n)
 {
     uint64_t h = 0xcbf29ce484222325u ^ (object * 0x9e3779b97f4a7c15u);
-    for (size_t i = 0; i < n; i++) h = (h ^ (unsigned char)key[i]) * 0x100000001b3u;
+    for (size_t i = 0; i < n;) {
+        uint32_t code;
+        i += nbi_utf8_next(key + i, n - i, &code);
+        h = (h ^ (code == NBI_UTF8_BAD ? 0xfffd : code)) * 0x100000001b3u;
+    }
     h ^= h >> 32;
     h *= 0xd6e8feb86659fd93u;
     h ^= h >> 32;

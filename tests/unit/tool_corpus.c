@@ -272,6 +272,11 @@ const tool_case tool_corpus[] = {
     {DSML, false,
      FUNCS INVOKE "\"weather\">\n" PARAM "\"city\" string=\"true\">Lund" END_INV END_FUNCS,
      " [weather {\"city\":\"Lund\"}]"},
+    /* two keys that are no UTF-8 are one when written */
+    {DSML, false, INVOKE "\"now\">" PARAM "\"\xa1\">1" END_PAR PARAM "\"\xa2\">2" END_PAR END_INV,
+     PARAM "\"\xa2\">2" END_PAR " [now {\"\xef\xbf\xbd\":1}]"},
+    {GLM, false, "<tool_call>now" KV("\xa1", "1") KV("\xef\xbf\xbd", "2") "</tool_call>",
+     KV("\xef\xbf\xbd", "2") " [now {\"\xef\xbf\xbd\":1}]"},
 
     /* constrained output */
     {JSON, false,
