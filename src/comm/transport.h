@@ -1,0 +1,32 @@
+/* What a transport implements. Callers: comm.c; transports in their folders; transports of tests.
+ */
+#pragma once
+
+#include "comm/comm.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Contracts are those of the functions in comm.h. Not called with size 1 or with nothing to move.
+ */
+typedef struct nbi_comm_ops {
+    const char *name;
+    void (*close)(nbi_comm *comm); /* frees it */
+    nb_status (*sum)(nbi_comm *comm, float *x, size_t n, nb_error *err);
+    nb_status (*gather)(nbi_comm *comm, void *out, const void *in, size_t bytes, nb_error *err);
+    nb_status (*broadcast)(nbi_comm *comm, void *data, size_t bytes, nb_error *err);
+    nb_status (*barrier)(nbi_comm *comm, nb_error *err);
+} nbi_comm_ops;
+
+/* The first member of every transport's own struct. */
+struct nbi_comm {
+    const nbi_comm_ops *ops;
+    uint32_t rank, size;
+};
+
+nb_status nbi_comm_open_self(nbi_comm **out, nb_error *err);
+
+#ifdef __cplusplus
+}
+#endif
