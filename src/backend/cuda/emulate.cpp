@@ -492,6 +492,51 @@ void nbi_emu_mma(float d[4], const uint32_t a[4], const uint32_t b[2], bool bf16
     }
 }
 
+/* A byte of a scale register as its lane's part of an FP4 product needs it. */
+static double fp4_scale(const unsigned char *lanes, unsigned lane, unsigned which, unsigned byte)
+{
+    const unsigned char e = lanes[lane * NBI_EMU_SLOT + 4 * which + byte];
+    if (e & 0x80u) {
+        fprintf(stderr, "CUDA emulation: scale %#x of an FP4 product has a sign\n", e);
+        abort();
+    }
+    if (e == 0x7f) return (double)NAN;
+    return e >> 3 ? ldexp(8 + (e & 7), (int)(e >> 3) - 10) : ldexp(e, -9);
+}
+
+/* Exact but for the last step: the sum of a k-step and d in double, rounded once. Where what lies
+ * is read from the tables of the PTX ISA: k / 32 is the register, k % 32 / 8 the lane. */
+void nbi_emu_mma_fp4(float d[4], const uint32_t a[4], const uint32_t b[2], uint32_t scale_a,
+                     uint32_t scale_b)
+{
+    static const double e2m1[16] = {0,   0.5,  1,  1.5,  2,  3,  4,  6,
+                                    -0., -0.5, -1, -1.5, -2, -3, -4, -6};
+    const unsigned g = nbi_emu_self->lane / 4, t = nbi_emu_self->lane % 4;
+    unsigned char as[32 * NBI_EMU_SLOT], rest[32 * NBI_EMU_SLOT];
+    const uint32_t other[4] = {b[0], b[1], scale_a, scale_b};
+    memcpy(as, nbi_emu_exchange(a, 16), sizeof as);
+    nbi_emu_sync_warp();
+    memcpy(rest, nbi_emu_exchange(other, 16), sizeof rest);
+    nbi_emu_sync_warp();
+    for (unsigned i = 0; i < 4; i++) {
+        const unsigned high = i / 2, column = 2 * t + i % 2; /* row g + 8 high */
+        double sum = (double)d[i];
+        for (unsigned group = 0; group < 4; group++) {
+            double part = 0;
+            for (unsigned k = 16 * group; k < 16 * group + 16; k++) {
+                const unsigned lane = k % 32 / 8, half = k / 32, byte = k % 8 / 2,
+                               shift = k % 2 * 4;
+                const unsigned x = as[(g * 4 + lane) * NBI_EMU_SLOT + 4 * (high + 2 * half) + byte],
+                               y = rest[(column * 4 + lane) * NBI_EMU_SLOT + 4 * half + byte];
+                part += e2m1[x >> shift & 15u] * e2m1[y >> shift & 15u];
+            }
+            sum += part * fp4_scale(rest, g * 4 + high, 2, group) *
+                   fp4_scale(rest, column * 4, 3, group);
+        }
+        d[i] = (float)sum;
+    }
+}
+
 /* FP16 or BF16 to float. */
 static const float *values(bool bf16)
 {

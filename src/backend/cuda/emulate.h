@@ -66,6 +66,8 @@ void nbi_emu_sync_some(uint32_t id, uint32_t threads);
 void nbi_emu_ldmatrix(uint32_t r[4], const void *shared);
 void nbi_emu_ldmatrix_trans(uint32_t r[4], const void *shared);
 void nbi_emu_mma(float d[4], const uint32_t a[4], const uint32_t b[2], bool bf16);
+void nbi_emu_mma_fp4(float d[4], const uint32_t a[4], const uint32_t b[2], uint32_t scale_a,
+                     uint32_t scale_b);
 /* d [n / 2], a and the memory behind descriptor b are read when the group is waited for. */
 void nbi_emu_wgmma(float *d, const uint32_t *a, uint64_t b, unsigned n, bool bf16, bool more);
 void nbi_emu_wgmma_commit();
