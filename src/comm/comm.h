@@ -2,7 +2,7 @@
  *
  * One rank is one process with one device or one share of a CPU. Rank 0 decides; the others do what
  * it says. Every call here is collective: all ranks make the same calls in the same order with the
- * same sizes. One thread of a rank at a time calls. Nothing is allocated after nbi_comm_open().
+ * same sizes. One thread of a rank at a time calls. Only open and agree take memory.
  *
  * A call fails with NB_CLOSED when another rank is gone, has failed or does not answer; the
  * sentence names the rank. The job is then over: no call succeeds afterwards. */
@@ -16,13 +16,19 @@ extern "C" {
 
 typedef struct nbi_comm nbi_comm;
 
-/* `name`: "self" (this process alone). NB_UNSUPPORTED with the reason when this build or machine
- * has no such transport. */
+#define NBI_RANKS_MAX 256u
+
+/* `name`: "self" (this process alone), "mpi" (the processes that mpiexec or Slurm has started
+ * together). NB_UNSUPPORTED with the reason when this build or machine has no such transport.
+ * "mpi": once per process, opened and closed by its main thread. */
 nb_status nbi_comm_open(nbi_comm **out, const char *name, nb_error *err);
 void nbi_comm_close(nbi_comm **comm);
 
 uint32_t nbi_comm_rank(const nbi_comm *comm);
 uint32_t nbi_comm_size(const nbi_comm *comm);
+/* The same among the ranks of this host. */
+uint32_t nbi_comm_local_rank(const nbi_comm *comm);
+uint32_t nbi_comm_local_size(const nbi_comm *comm);
 
 /* x[n] := sum over ranks, in float32, added in the order of ranks beginning with the value of rank
  * 0: the same bits on every rank and in every run. */
@@ -38,6 +44,19 @@ NBI_MUST_CHECK nb_status nbi_comm_broadcast(nbi_comm *comm, void *data, size_t b
 
 /* Returns when all ranks have come here. */
 NBI_MUST_CHECK nb_status nbi_comm_barrier(nbi_comm *comm, nb_error *err);
+
+/* ---- when something goes wrong; any thread */
+
+/* This rank cannot go on: the others hear `why` and fail, and whoever waits in a call here. */
+void nbi_comm_fail(nbi_comm *comm, const char *why);
+/* NB_OK while all are well, else NB_CLOSED and what has happened. */
+nb_status nbi_comm_lost(nbi_comm *comm, nb_error *err);
+/* `call` is called once, by a thread of the comm, when the job has failed; at once when it has. */
+void nbi_comm_on_lost(nbi_comm *comm, void (*call)(void *user, const nb_error *why), void *user);
+
+/* Collective. NB_OK when every rank comes with NB_OK. Else all return the failure of the lowest one
+ * that failed, "rank 2: sentence"; with one rank, its own. `own` may be `err`. */
+nb_status nbi_comm_agree(nbi_comm *comm, nb_status status, const nb_error *own, nb_error *err);
 
 /* ---- who holds what */
 

@@ -17,15 +17,19 @@ typedef struct nbi_comm_ops {
     nb_status (*gather)(nbi_comm *comm, void *out, const void *in, size_t bytes, nb_error *err);
     nb_status (*broadcast)(nbi_comm *comm, void *data, size_t bytes, nb_error *err);
     nb_status (*barrier)(nbi_comm *comm, nb_error *err);
+    void (*fail)(nbi_comm *comm, const char *why);
+    nb_status (*lost)(nbi_comm *comm, nb_error *err);
+    void (*on_lost)(nbi_comm *comm, void (*call)(void *user, const nb_error *why), void *user);
 } nbi_comm_ops;
 
 /* The first member of every transport's own struct. */
 struct nbi_comm {
     const nbi_comm_ops *ops;
-    uint32_t rank, size;
+    uint32_t rank, size, local_rank, local_size;
 };
 
 nb_status nbi_comm_open_self(nbi_comm **out, nb_error *err);
+nb_status nbi_comm_open_mpi(nbi_comm **out, nb_error *err); /* in builds with MPI */
 
 #ifdef __cplusplus
 }

@@ -14,7 +14,7 @@ nb_status nbi_comm_open_self(nbi_comm **out, nb_error *err)
     nbi_comm *comm = nbi_calloc(1, sizeof *comm);
     if (!comm) return nbi_fail(err, NB_NO_MEMORY, "comm: out of memory");
     comm->ops = &ops;
-    comm->size = 1;
+    comm->size = comm->local_size = 1;
     *out = comm;
     return NB_OK;
 }

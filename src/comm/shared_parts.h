@@ -1,0 +1,66 @@
+/* Inside of comm/shared.h: the areas, and what the two files do for each other. */
+#pragma once
+
+#include <pthread.h>
+#include <stdatomic.h>
+
+#include "comm/shared.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define NBI_SHARED_PIECE ((size_t)256 << 10) /* bytes of one message */
+
+/* Written by its rank alone, but for sleepers. */
+typedef struct nbi_shared_area {
+    atomic_uint number __attribute__((aligned(64))); /* of the newest message; a futex word */
+    atomic_uint sleepers;                            /* ranks that may sleep on `number` */
+    uint64_t tags[2]; /* what each message is part of: kind and bytes */
+    atomic_uint pulse __attribute__((aligned(64)));
+    atomic_bool there;  /* pid and the like are written */
+    atomic_bool left;   /* has parted in order */
+    atomic_bool failed; /* by itself: `why` is written */
+    atomic_bool heard;  /* of another's failure: likewise */
+    int32_t pid;
+    uint64_t pid_space, started; /* to know the process again */
+    char why[NB_ERROR_TEXT_MAX];
+    char message[2][NBI_SHARED_PIECE] __attribute__((aligned(64)));
+} nbi_shared_area;
+
+/* What the watch knows of another rank. */
+typedef struct nbi_peer {
+    uint32_t pulse;
+    uint64_t silent_ns;
+} nbi_peer;
+
+typedef struct nbi_shared {
+    nbi_comm base;
+    nbi_shared_options o;
+    nbi_shared_area **areas; /* [size] */
+    nbi_peer *peers;         /* [size]; the watch's */
+    uint32_t number;         /* of the last operation */
+    atomic_bool lost;        /* `why` is written */
+    nb_error why;
+    int32_t parent;
+
+    pthread_t thread;
+    bool has_thread;
+    pthread_mutex_t lock; /* guards the rest */
+    pthread_cond_t wake;
+    bool stopping;
+    void (*on_lost)(void *user, const nb_error *why);
+    void *on_lost_user;
+} nbi_shared;
+
+/* ---- shared_watch.c */
+void nbi_shared_introduce(nbi_shared_area *own);
+nb_status nbi_shared_watch_start(nbi_shared *c, nb_error *err);
+void nbi_shared_watch_stop(nbi_shared *c);
+/* The job has failed: once. Wakes whoever waits in this process. */
+void nbi_shared_lose(nbi_shared *c, const char *why);
+void nbi_shared_wake(nbi_shared_area *area);
+
+#ifdef __cplusplus
+}
+#endif
