@@ -86,10 +86,13 @@ typedef struct nbi_backend nbi_backend;
 
 /* ---------------------------------------------------------------- operator arguments */
 
-/* out[t] = table[ids[t]]. NVFP4 and FP8 tables are decoded. */
+/* out[t] = table[ids[t] - first]; zero where that is outside of the table (another rank has it).
+ * NVFP4 and FP8 tables are decoded. */
 typedef struct nbi_embed_args {
     void *out; /* act [T, H] */
     const nbi_weight *table;
+    uint32_t first; /* id of the table's first row */
+    bool part_of;   /* ids may be outside; without it they are not */
     const nbi_batch *batch;
 } nbi_embed_args;
 
@@ -246,6 +249,14 @@ typedef struct nbi_route_args {
     float routed_scale;
 } nbi_route_args;
 
+/* What of a routing a rank computes: ids[i] - first, or -1 where that is not one of n_own experts.
+ */
+typedef struct nbi_own_experts_args {
+    int32_t *ids; /* [n], in place */
+    size_t n;
+    uint32_t first, n_own;
+} nbi_own_experts_args;
+
 /* out[i] = x[rows[i]]. */
 typedef struct nbi_gather_args {
     void *out;           /* act [n, width] */
@@ -401,6 +412,9 @@ typedef struct nbi_backend_ops {
     void (*index_select)(nbi_backend *b, const nbi_index_select_args *a);
     void (*index_reuse)(nbi_backend *b, const nbi_index_reuse_args *a);
     void (*route)(nbi_backend *b, const nbi_route_args *a);
+    /* Both NULL where models of many ranks do not run; the second makes [p, p + bytes) zero. */
+    void (*own_experts)(nbi_backend *b, const nbi_own_experts_args *a);
+    void (*clear)(nbi_backend *b, void *p, size_t bytes);
     void (*gather)(nbi_backend *b, const nbi_gather_args *a);
     void (*add)(nbi_backend *b, const nbi_add_args *a);
     void (*sample)(nbi_backend *b, const nbi_sample_args *a);

@@ -1,5 +1,5 @@
-/* A layer for runners that read the mapped weights in place: views only, nothing packed. Included
- * by those runners. */
+/* A layer for runners that read the mapped weights in place: views only. Columns of larger matrices
+ * (the down projections of a rank) are copied side by side. Included by those runners. */
 #pragma once
 
 #include "moe/runners.h"
@@ -11,6 +11,8 @@ extern "C" {
 struct nbi_moe_layer {
     nbi_moe_experts experts; /* its arrays point into `matrices` */
     nbi_matrix *matrices;    /* [3 * n_experts] gate, up, down */
+    void *block;             /* copied columns, or NULL */
+    size_t block_bytes;
 };
 
 /* Table entries `prepare` and `release` of such a runner. */

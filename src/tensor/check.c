@@ -27,6 +27,45 @@ static const char *describe(float f)
     return isnan(f) ? "NaN" : isinf(f) ? "infinite" : f < 0 ? "negative" : "zero";
 }
 
+/* Rows whose scales lie side by side are one run. */
+static nb_status check_nvfp4(const nbi_matrix *m, const char *name, nb_error *err)
+{
+    const uint32_t per_row = m->cols / NBI_NVFP4_BLOCK;
+    const uint64_t runs = m->scale_stride ? m->rows : 1,
+                   n = m->scale_stride ? per_row : (uint64_t)m->rows * per_row;
+    for (uint64_t i = 0; i < runs; i++) {
+        const uint8_t *p = (const uint8_t *)m->scales + i * m->scale_stride;
+        const uint64_t at = bad_e4m3(p, n), all = i * n + at;
+        if (at < n)
+            return nbi_fail(
+                err, NB_CORRUPT,
+                "%s.weight_scale: the scale of row %llu, block %llu is %s (byte 0x%02x)", name,
+                (unsigned long long)(all / per_row), (unsigned long long)(all % per_row),
+                (p[at] & 0x7f) == 0x7f ? "NaN" : "negative", p[at]);
+    }
+    return NB_OK;
+}
+
+static nb_status check_fp8(const nbi_matrix *m, const char *name, nb_error *err)
+{
+    const uint32_t per_row = (m->cols + NBI_FP8_BLOCK - 1) / NBI_FP8_BLOCK,
+                   n_rows = (m->rows + NBI_FP8_BLOCK - 1) / NBI_FP8_BLOCK;
+    const uint64_t stride = m->scale_stride ? m->scale_stride : per_row * sizeof(float);
+    for (uint32_t r = 0; r < n_rows; r++) {
+        const uint8_t *row = (const uint8_t *)m->scales + r * stride;
+        for (uint32_t c = 0; c < per_row; c++) {
+            float f;
+            memcpy(&f, row + c * sizeof f, sizeof f);
+            if (!(f > 0) || isinf(f))
+                return nbi_fail(
+                    err, NB_CORRUPT,
+                    "%s.weight_scale_inv: the scale of block row %u, block column %u is %s", name,
+                    r, c, describe(f));
+        }
+    }
+    return NB_OK;
+}
+
 nb_status nbi_matrix_check(const nbi_matrix *m, nb_error *err)
 {
     const char *name = m->name ? m->name : "matrix";
@@ -36,30 +75,6 @@ nb_status nbi_matrix_check(const nbi_matrix *m, nb_error *err)
     if (!(m->input_scale >= 0) || isinf(m->input_scale))
         return nbi_fail(err, NB_CORRUPT, "%s: the input scale is %s", name,
                         describe(m->input_scale));
-    if (m->kind == NBI_WEIGHT_NVFP4) {
-        const uint8_t *p = m->scales;
-        uint32_t per_row = m->cols / NBI_NVFP4_BLOCK;
-        uint64_t n = (uint64_t)m->rows * per_row, at = bad_e4m3(p, n);
-        if (at < n)
-            return nbi_fail(
-                err, NB_CORRUPT,
-                "%s.weight_scale: the scale of row %llu, block %llu is %s (byte 0x%02x)", name,
-                (unsigned long long)(at / per_row), (unsigned long long)(at % per_row),
-                (p[at] & 0x7f) == 0x7f ? "NaN" : "negative", p[at]);
-    }
-    if (m->kind == NBI_WEIGHT_FP8_BLOCK) {
-        uint32_t per_row = (m->cols + NBI_FP8_BLOCK - 1) / NBI_FP8_BLOCK,
-                 n_rows = (m->rows + NBI_FP8_BLOCK - 1) / NBI_FP8_BLOCK;
-        for (uint64_t i = 0; i < (uint64_t)n_rows * per_row; i++) {
-            float f;
-            memcpy(&f, (const uint8_t *)m->scales + i * sizeof f, sizeof f);
-            if (!(f > 0) || isinf(f))
-                return nbi_fail(
-                    err, NB_CORRUPT,
-                    "%s.weight_scale_inv: the scale of block row %llu, block column %llu is %s",
-                    name, (unsigned long long)(i / per_row), (unsigned long long)(i % per_row),
-                    describe(f));
-        }
-    }
-    return NB_OK;
+    if (m->kind == NBI_WEIGHT_NVFP4) return check_nvfp4(m, name, err);
+    return m->kind == NBI_WEIGHT_FP8_BLOCK ? check_fp8(m, name, err) : NB_OK;
 }

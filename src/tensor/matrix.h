@@ -35,12 +35,14 @@ const char *nbi_weight_kind_name(nbi_weight_kind kind);
 typedef struct nbi_matrix {
     nbi_weight_kind kind;
     uint32_t rows, cols;
-    const void *data;   /* mapped, borrowed; may be unaligned for its type */
-    const void *scales; /* NVFP4: u8 [rows][cols/16]; FP8_BLOCK: f32
-                           [ceil(rows/128)][ceil(cols/128)]; else NULL */
-    float global_scale; /* multiplies; 1 where the kind has none */
-    float input_scale;  /* NVFP4 activations (W4A4): multiplies codes back; 0: the file has none */
-    const char *name;   /* module, e.g. "model.layers.0.mlp.gate_proj"; borrowed */
+    const void *data;      /* mapped, borrowed; may be unaligned for its type */
+    const void *scales;    /* NVFP4: u8 [rows][cols/16]; FP8_BLOCK: f32
+                              [ceil(rows/128)][ceil(cols/128)]; else NULL */
+    uint64_t data_stride;  /* bytes from row to row of data; 0: rows lie side by side */
+    uint64_t scale_stride; /* bytes from row to row of scales (FP8_BLOCK: of blocks); 0 likewise */
+    float global_scale;    /* multiplies; 1 where the kind has none */
+    float input_scale; /* NVFP4 activations (W4A4): multiplies codes back; 0: the file has none */
+    const char *name;  /* module, e.g. "model.layers.0.mlp.gate_proj"; borrowed */
 } nbi_matrix;
 
 /* Bytes of data and scales that a product reads. */
@@ -48,6 +50,12 @@ uint64_t nbi_matrix_bytes(const nbi_matrix *m);
 
 /* Bytes of one row of `data`. */
 uint64_t nbi_matrix_row_bytes(const nbi_matrix *m);
+
+/* A view of columns: its rows do not lie side by side. Device kernels take packed matrices. */
+static inline bool nbi_matrix_strided(const nbi_matrix *m)
+{
+    return m->data_stride != 0;
+}
 
 /* Row r as float32 (exact for BF16, F16, FP8 and for NVFP4 up to the last product with
  * global_scale). out[cols]. */
@@ -57,6 +65,21 @@ void nbi_matrix_row(const nbi_matrix *m, uint32_t r, float *out);
  * stays inside one block's rows. */
 nb_status nbi_matrix_rows(nbi_matrix *out, const nbi_matrix *m, uint32_t begin, uint32_t end,
                           nb_error *err);
+
+/* A view of columns [begin, end). NB_UNSUPPORTED naming the matrix unless begin, and end where it
+ * is not the last column, are multiples of nbi_matrix_column_unit(). The view is strided. */
+nb_status nbi_matrix_columns(nbi_matrix *out, const nbi_matrix *m, uint32_t begin, uint32_t end,
+                             nb_error *err);
+
+/* Where rows and columns can be cut: a multiple of this many. FP8_BLOCK 128; columns of NVFP4 16;
+ * else 1. */
+uint32_t nbi_matrix_row_unit(nbi_weight_kind kind);
+uint32_t nbi_matrix_column_unit(nbi_weight_kind kind);
+
+/* The same values in memory of its own, rows side by side: bytes it takes, and the copy into
+ * `block` (64-byte aligned, borrowed by *out, which may be m). Reads what m shows and no more. */
+uint64_t nbi_matrix_packed_bytes(const nbi_matrix *m);
+void nbi_matrix_pack(nbi_matrix *out, const nbi_matrix *m, void *block);
 
 /* ---- NVFP4 blocks (models of rounding: round to nearest, ties to even) */
 

@@ -26,8 +26,14 @@ static void embed_task(void *arg, uint32_t begin, uint32_t end, uint32_t thread)
     const nbi_batch *b = w->a->batch;
     for (uint32_t t = begin; t < end; t++) {
         float *out = (float *)w->a->out + (size_t)t * m->cols;
-        NB_ASSERT(b->ids[t] >= 0 && (uint32_t)b->ids[t] < m->rows);
-        nbi_matrix_row(m, (uint32_t)b->ids[t], out);
+        NB_ASSERT(b->ids[t] >= 0);
+        const uint32_t row = (uint32_t)b->ids[t] - w->a->first; /* wraps around below the first */
+        if (row >= m->rows) {
+            NB_ASSERT(w->a->part_of);
+            memset(out, 0, m->cols * sizeof *out);
+            continue;
+        }
+        nbi_matrix_row(m, row, out);
         if (!isfinite(w->k->add_squares(out, NULL, m->cols)))
             set_fault(b->row_fault, t, 0, NBI_WHERE_EMBED);
     }
@@ -125,6 +131,23 @@ void nbi_cpu_swiglu(nbi_backend *b, const nbi_swiglu_args *a)
     swiglu_work w = {
         .a = a, .k = nbi_cpu_kernels_of(cpu->level), .strips = (a->width + STRIP - 1) / STRIP};
     nbi_pool_run(cpu->pool, swiglu_task, &w, a->n_rows * w.strips, 4);
+}
+
+/* ---------------------------------------------------------------- ranks */
+
+void nbi_cpu_own_experts(nbi_backend *b, const nbi_own_experts_args *a)
+{
+    (void)b;
+    for (size_t i = 0; i < a->n; i++) {
+        const uint32_t at = (uint32_t)a->ids[i] - a->first; /* wraps around below the first */
+        a->ids[i] = a->ids[i] >= 0 && at < a->n_own ? (int32_t)at : -1;
+    }
+}
+
+void nbi_cpu_clear(nbi_backend *b, void *p, size_t bytes)
+{
+    (void)b;
+    memset(p, 0, bytes);
 }
 
 /* ---------------------------------------------------------------- gather, add */

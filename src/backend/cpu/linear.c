@@ -1,5 +1,5 @@
-/* The operator y = x W^T + bias: prepares weights (nothing is copied), packs activations, cuts rows
- * and tokens into panels for the threads. Callers: the backend's table. */
+/* The operator y = x W^T + bias: prepares weights (only columns of a rank are copied), packs
+ * activations, cuts rows and tokens into panels for the threads. Callers: the backend's table. */
 #include "backend/cpu/linear.h"
 
 #include <string.h>
@@ -7,6 +7,13 @@
 #define ROWS_STEP   32u        /* panels are multiples of this */
 #define PACK_SERIAL (1u << 15) /* values that one thread packs faster than a region starts */
 #define FIXED_BYTES (256u << 10)
+
+/* `block`: columns of a larger matrix, side by side; else NULL, the mapped file is used. A panel
+ * then reads whole lines: of a slice of 256 NVFP4 columns the file has one scale in four lines. */
+typedef struct own_weight {
+    nbi_weight base;
+    void *block;
+} own_weight;
 
 nb_status nbi_cpu_weight_prepare(nbi_backend *b, nbi_weight **out, const nbi_matrix *m,
                                  nb_error *err)
@@ -17,18 +24,30 @@ nb_status nbi_cpu_weight_prepare(nbi_backend *b, nbi_weight **out, const nbi_mat
     if (m->kind == NBI_WEIGHT_NVFP4 && m->cols % NBI_NVFP4_BLOCK)
         return nbi_fail(err, NB_INVALID, "%s: %u columns, NVFP4 needs a multiple of %u", m->name,
                         m->cols, NBI_NVFP4_BLOCK);
-    nbi_weight *w = nbi_calloc(1, sizeof *w);
+    own_weight *w = nbi_calloc(1, sizeof *w);
     if (!w) return nbi_fail(err, NB_NO_MEMORY, "%s: no memory", m->name);
-    w->host = *m;
-    *out = w;
+    w->base.host = *m;
+    if (nbi_matrix_strided(m)) {
+        w->base.device_bytes = nbi_matrix_packed_bytes(m);
+        w->block = nbi_pages_alloc(w->base.device_bytes);
+        if (!w->block) {
+            nbi_free(w);
+            return nbi_fail(err, NB_NO_MEMORY, "%s: no memory for %llu bytes of its columns",
+                            m->name, (unsigned long long)nbi_matrix_packed_bytes(m));
+        }
+        nbi_matrix_pack(&w->base.host, m, w->block);
+    }
+    *out = &w->base;
     return NB_OK;
 }
 
-void nbi_cpu_weight_release(nbi_backend *b, nbi_weight **w)
+void nbi_cpu_weight_release(nbi_backend *b, nbi_weight **weight)
 {
     (void)b;
-    nbi_free(*w);
-    *w = NULL;
+    own_weight *w = (own_weight *)*weight;
+    if (w && w->block) nbi_pages_free(w->block, w->base.device_bytes);
+    nbi_free(w);
+    *weight = NULL;
 }
 
 size_t nbi_lin_thread_bytes(uint32_t max_cols)
