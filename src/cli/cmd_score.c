@@ -169,7 +169,7 @@ static nb_status open_all(score *s, nb_error *err)
     uint32_t pages = (s->seqs.longest + NBI_PAGE_TOKENS - 1) / NBI_PAGE_TOKENS;
     const nbi_config *c = nbi_model_config(s->model);
     NB_TRY(nbi_model_reserve(s->model, s->chunk, 1, s->chunk, s->seqs.longest, err));
-    NB_TRY(nbi_kv_create(&s->kv, s->backend, c, kv_dtype, pages, err));
+    NB_TRY(nbi_kv_create(&s->kv, s->backend, nbi_model_local(s->model), kv_dtype, pages, err));
     if (!s->logits) return NB_OK;
     return nbi_npy_create(&s->npy, s->logits, c->vocab, err);
 }

@@ -193,7 +193,7 @@ static void fork(nb_engine *e, nb_request *to, const nb_request *from)
     for (uint32_t i = from->n_shared; i < from->n_pages; i++) {
         int32_t page = nbi_kv_pages_take(e);
         if (page < 0) return; /* computed again from here on */
-        nbi_kv_copy_page(&e->kv, e->backend, nbi_model_config(e->model), from->pages[i], page);
+        nbi_kv_copy_page(&e->kv, e->backend, nbi_model_local(e->model), from->pages[i], page);
         to->pages[to->n_pages++] = page;
         uint32_t end = to->n_pages * NBI_PAGE_TOKENS;
         to->n_cached = end < from->n_cached ? end : from->n_cached;

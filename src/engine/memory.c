@@ -165,7 +165,7 @@ static nb_status plan_memory(nb_engine *e, memory_plan *p, nbi_dtype kv_dtype, n
     p->batches += nbi_owed_bytes(e->max_running, logits);
     bool device = e->backend->memory_bytes > 0;
     p->requests = plan_requests(e, device ? nbi_memory_available() : p->available, limit);
-    p->page = nbi_kv_page_bytes(c, kv_dtype);
+    p->page = nbi_kv_page_bytes(nbi_model_local(e->model), kv_dtype);
     p->tree_page = sizeof(nbi_prefix_node) + 2 * sizeof(int32_t);
     uint64_t fixed = p->weights + p->workspace + (device ? 0 : p->batches + p->requests);
     p->left = p->available > fixed ? p->available - fixed : 0;
@@ -233,7 +233,7 @@ nb_status nbi_engine_reserve(nb_engine *e, nbi_dtype kv_dtype, nb_error *err)
     e->available_bytes = p.available;
     uint32_t rows = step_rows(e), logits = step_logit_rows(e);
     NB_TRY(nbi_model_reserve(e->model, rows, e->max_running, logits, e->max_context, err));
-    NB_TRY(nbi_kv_create(&e->kv, e->backend, nbi_model_config(e->model), kv_dtype, p.n_pages, err));
+    NB_TRY(nbi_kv_create(&e->kv, e->backend, nbi_model_local(e->model), kv_dtype, p.n_pages, err));
     NB_TRY(nbi_kvpool_init(&e->pool, p.n_pages, err));
     NB_TRY(nbi_prefix_init(&e->prefix, p.n_pages, 64, err));
     NB_TRY(nbi_step_batch_create(&e->batch, rows, e->max_running, logits, e->max_context, err));

@@ -1,6 +1,9 @@
 /* The forward pass: a list of operator calls, the same for every family and device. Called by
  * nbi_model_forward() once per step.
  *
+ * Ranks (split.h) have the same rows and residual, bit by bit, and each a part of what is added to
+ * it: two sums per layer, one for the embedding, and logits are gathered.
+ *
  * Naming: x is the residual stream, delta what the last block added and nobody has added to x yet
  * (the next norm does, in one pass). */
 #include "model/layer.h"
@@ -22,21 +25,30 @@ static bool shares_lists(const nbi_model *m)
     return m->can_draft && m->config.has_indexer && m->config.index_share_mtp;
 }
 
+/* Kinds of weights, and with them a rank's columns, may differ between layers. */
+static size_t moe_bytes(const nbi_model *m, uint32_t T)
+{
+    size_t most = 0;
+    for (uint32_t l = 0; l < m->n_layers + m->has_mtp; l++) {
+        const nbi_moe_weights *w = &m->layers[l].moe;
+        if (!m->layers[l].sparse || !w->prepared) continue;
+        most = max_size(most, nbi_moe_table_workspace(&m->moe_table, m->b, &w->experts.shape, T));
+    }
+    return most;
+}
+
 /* Sizes with base NULL, lays out otherwise. T rows, R logit rows. */
 static size_t carve(nbi_workspace *ws, const nbi_model *m, uint32_t T, uint32_t R, char *base)
 {
-    const nbi_config *c = &m->config;
+    const nbi_config *c = &m->local;
     size_t act = nbi_dtype_bits(m->b->act_dtype) / 8, f32 = sizeof(float), i32 = sizeof(int32_t);
     bool mla = c->attention == NBI_ATTENTION_MLA;
     size_t qk = mla ? (size_t)c->nope_dim + c->rope_dim : c->head_dim,
            v = mla ? c->v_dim : c->head_dim;
     size_t kv = mla ? (size_t)c->kv_lora + c->rope_dim : (size_t)c->n_kv_heads * c->head_dim;
     size_t mlp = max_size(c->intermediate, (size_t)c->moe_intermediate * c->n_shared);
+    size_t vocab = m->split.vocab_max;
     size_t gate = max_size(mlp, c->q_lora); /* in attention: the normed q latent */
-    const nbi_moe_shape *shape = NULL;
-    for (uint32_t l = 0; l < m->n_layers && !shape; l++) {
-        if (m->layers[l].sparse) shape = &m->layers[l].moe.experts.shape;
-    }
     nbi_plan plan = {0};
     struct {
         void *slot; /* address of a pointer in *ws */
@@ -61,9 +73,11 @@ static size_t carve(nbi_workspace *ws, const nbi_model *m, uint32_t T, uint32_t 
         {&ws->router_logits, T * c->n_experts * f32},
         {&ws->expert_ids, T * c->top_k * i32},
         {&ws->expert_weights, T * c->top_k * f32},
-        {&ws->moe, shape ? nbi_moe_table_workspace(&m->moe_table, m->b, shape, T) : 0},
+        {&ws->moe, moe_bytes(m, T)},
         {&ws->last, R * c->hidden * act},
         {&ws->logits, (size_t)R * c->vocab * f32},
+        {&ws->part, m->comm ? R * vocab * f32 : 0},
+        {&ws->parts, m->comm ? m->split.shard.tp_size * NBI_LOGIT_ROWS * vocab * f32 : 0},
         {&ws->cos, T * (c->rope.dim / 2) * f32},
         {&ws->sin, T * (c->rope.dim / 2) * f32},
         {&ws->hidden, m->can_draft ? T * c->hidden * act : 0},
@@ -81,7 +95,7 @@ static size_t carve(nbi_workspace *ws, const nbi_model *m, uint32_t T, uint32_t 
 static nbi_limits limits_of(const nbi_model *m, uint32_t max_rows, uint32_t max_seqs,
                             uint32_t max_logit_rows, uint32_t max_context)
 {
-    const nbi_config *c = &m->config;
+    const nbi_config *c = &m->local;
     nbi_limits lim = {.max_rows = max_rows,
                       .max_seqs = max_seqs,
                       .max_context = max_context,
@@ -146,7 +160,22 @@ typedef struct step {
     bool has_delta;
     bool reuse;       /* index lists are those of the first draft pass, */
     bool from_listed; /* which has left them in ws->select */
+    nb_status status; /* of sums over ranks; behind a failure there are no more */
+    nb_error *err;
 } step;
+
+/* What every rank has a part of becomes the sum: x, n values. */
+static void sum_ranks(step *s, void *x, size_t n)
+{
+    if (!s->m->comm || s->status != NB_OK) return;
+    s->status = nbi_comm_sum(s->m->comm, x, n, s->err);
+}
+
+static void clear(step *s, void *x)
+{
+    const size_t act = nbi_dtype_bits(s->b->act_dtype) / 8;
+    s->b->ops->clear(s->b, x, s->batch->n_rows * s->c->hidden * act);
+}
 
 static void linear_f(step *s, void *y, const void *x, const nbi_weight *w, const float *bias,
                      bool f32)
@@ -195,6 +224,10 @@ static void residual_norm(step *s, const float *weight, void *out, uint32_t laye
 
 static void mlp(step *s, void *out, const void *x, const nbi_mlp_weights *w)
 {
+    if (!w->inter) { /* the rank has none of its columns */
+        clear(s, out);
+        return;
+    }
     linear(s, s->ws->gate, x, w->gate, NULL);
     linear(s, s->ws->up, x, w->up, NULL);
     s->b->ops->swiglu(s->b, &(nbi_swiglu_args){.out = s->ws->gate,
@@ -332,6 +365,26 @@ static void gqa(step *s, const nbi_layer *layer, const nbi_kv_layer *cache)
 
 /* ---------------------------------------------------------------- experts */
 
+static void run_experts(step *s, const nbi_moe_weights *w)
+{
+    const uint32_t T = s->batch->n_rows;
+    const nbi_range own = s->m->split.experts;
+    nbi_workspace *ws = s->ws;
+    if (own.n != s->c->n_experts)
+        s->b->ops->own_experts(s->b, &(nbi_own_experts_args){.ids = ws->expert_ids,
+                                                             .n = (size_t)T * s->c->top_k,
+                                                             .first = own.first,
+                                                             .n_own = own.n});
+    nbi_moe_table_runner(s->m->table_now, T)
+        ->run(s->b, w->prepared,
+              &(nbi_moe_args){.out = ws->delta,
+                              .x = ws->xn,
+                              .ids = ws->expert_ids,
+                              .weights = ws->expert_weights,
+                              .n_rows = T,
+                              .workspace = ws->moe});
+}
+
 static void moe(step *s, const nbi_moe_weights *w)
 {
     const nbi_config *c = s->c;
@@ -350,14 +403,11 @@ static void moe(step *s, const nbi_moe_weights *w)
                                              .softmax = c->scoring == NBI_SCORING_SOFTMAX,
                                              .norm_topk = c->norm_topk,
                                              .routed_scale = c->routed_scale});
-    nbi_moe_table_runner(s->m->table_now, T)
-        ->run(s->b, w->prepared,
-              &(nbi_moe_args){.out = ws->delta,
-                              .x = ws->xn,
-                              .ids = ws->expert_ids,
-                              .weights = ws->expert_weights,
-                              .n_rows = T,
-                              .workspace = ws->moe});
+    if (!w->prepared) {
+        clear(s, ws->delta);
+    } else {
+        run_experts(s, w);
+    }
     if (!w->shared.inter) return;
     mlp(s, ws->shared, ws->xn, &w->shared);
     s->b->ops->add(
@@ -370,24 +420,37 @@ static void moe(step *s, const nbi_moe_weights *w)
 static void decoder_layer(step *s, uint32_t index, const nbi_kv_layer *cache)
 {
     const nbi_layer *layer = &s->m->layers[index];
+    const size_t values = (size_t)s->batch->n_rows * s->c->hidden;
     residual_norm(s, layer->input_norm, s->ws->xn, index, NBI_WHERE_INPUT_NORM);
-    if (s->c->attention == NBI_ATTENTION_MLA) {
+    if (!s->c->n_heads) {
+        clear(s, s->ws->delta);
+    } else if (s->c->attention == NBI_ATTENTION_MLA) {
         mla(s, layer, cache);
     } else {
         gqa(s, layer, cache);
     }
+    sum_ranks(s, s->ws->delta, values);
     residual_norm(s, layer->post_norm, s->ws->xn, index, NBI_WHERE_POST_NORM);
     if (layer->sparse) {
         moe(s, &layer->moe);
     } else {
         mlp(s, s->ws->delta, s->ws->xn, &layer->mlp);
     }
+    sum_ranks(s, s->ws->delta, values);
 }
 
 /* Embeds the rows into x and computes their rotations. */
 static void embed_rows(step *s)
 {
-    s->b->ops->embed(s->b, &(nbi_embed_args){.out = s->x, .table = s->m->embed, .batch = s->batch});
+    if (!s->m->embed)
+        clear(s, s->x);
+    else
+        s->b->ops->embed(s->b, &(nbi_embed_args){.out = s->x,
+                                                 .table = s->m->embed,
+                                                 .first = s->m->split.vocab.first,
+                                                 .part_of = s->m->comm != NULL,
+                                                 .batch = s->batch});
+    sum_ranks(s, s->x, (size_t)s->batch->n_rows * s->c->hidden);
     const nbi_rope_config *r = &s->c->rope;
     s->b->ops->rope_table(s->b, &(nbi_rope_table_args){.cos = s->ws->cos,
                                                        .sin = s->ws->sin,
@@ -401,6 +464,25 @@ static void embed_rows(step *s)
     s->index_rope.interleaved = s->c->index_interleaved;
 }
 
+/* The logits of all ranks from their parts; the same on each. */
+static void gather_logits(step *s, uint32_t n_rows)
+{
+    const nbi_split *split = &s->m->split;
+    const size_t width = split->vocab_max, vocab = s->c->vocab;
+    for (uint32_t r = 0; r < n_rows; r += NBI_LOGIT_ROWS) {
+        const uint32_t n = n_rows - r < NBI_LOGIT_ROWS ? n_rows - r : NBI_LOGIT_ROWS;
+        if (s->status == NB_OK)
+            s->status = nbi_comm_gather(s->m->comm, s->ws->parts, s->ws->part + r * width,
+                                        n * width * sizeof(float), s->err);
+        for (uint32_t k = 0; k < split->shard.tp_size; k++) {
+            const nbi_range rows = nbi_split_vocab(split, s->c->vocab, k);
+            for (uint32_t i = 0; i < n; i++)
+                s->b->ops->copy(s->b, s->ws->logits + (r + i) * vocab + rows.first,
+                                s->ws->parts + (k * n + i) * width, rows.n * sizeof(float));
+        }
+    }
+}
+
 /* Final norm of every row into `normed`, logits of the rows that want them. */
 static void head_rows(step *s, const float *norm, void *normed)
 {
@@ -412,26 +494,42 @@ static void head_rows(step *s, const float *norm, void *normed)
         s->b,
         &(nbi_gather_args){
             .out = s->ws->last, .x = normed, .rows = s->batch->logit_rows, .n = R, .width = H});
-    s->b->ops->linear(s->b, &(nbi_linear_args){.y = s->ws->logits,
-                                               .x = s->ws->last,
-                                               .w = m->head,
-                                               .n_rows = R,
-                                               .x_stride = H,
-                                               .y_stride = s->c->vocab,
-                                               .y_f32 = true});
+    if (m->head)
+        s->b->ops->linear(s->b, &(nbi_linear_args){.y = m->comm ? s->ws->part : s->ws->logits,
+                                                   .x = s->ws->last,
+                                                   .w = m->head,
+                                                   .n_rows = R,
+                                                   .x_stride = H,
+                                                   .y_stride = m->split.vocab_max,
+                                                   .y_f32 = true});
+    if (m->comm) gather_logits(s, R);
 }
 
 /* Lists of operator calls that a backend may record (nbi_backend_ops.step_begin). */
 enum { PASS_FORWARD, PASS_DRAFT, PASS_DRAFT_AGAIN, PASS_DRAFT_AGAIN_LISTED };
 
 /* False: the backend repeats what it recorded, no operator is to be called. */
-static bool begin(step *s, nbi_model *m, const nbi_batch *batch, uint32_t pass)
+static bool begin(step *s, nbi_model *m, const nbi_batch *batch, uint32_t pass, nb_error *err)
 {
     NB_ASSERT(m->ws.block && batch->n_rows <= m->ws.max_rows &&
               batch->n_logit_rows <= m->ws.max_logit_rows);
-    *s = (step){
-        .m = m, .b = m->b, .c = &m->config, .ws = &m->ws, .x = m->ws.x, .x_other = m->ws.x_other};
+    *s = (step){.m = m,
+                .b = m->b,
+                .c = &m->local,
+                .ws = &m->ws,
+                .x = m->ws.x,
+                .x_other = m->ws.x_other,
+                .status = NB_OK,
+                .err = err};
     return m->b->ops->step_begin(m->b, batch, pass, &s->batch);
+}
+
+static nb_status end(step *s)
+{
+    const nb_status failed = s->status;
+    nb_error own;
+    const nb_status st = s->b->ops->step_end(s->b, failed == NB_OK ? s->err : &own);
+    return failed == NB_OK ? st : failed;
 }
 
 static void run_forward(step *s, const nbi_kv *kv)
@@ -446,9 +544,9 @@ nb_status nbi_model_forward(nbi_model *m, nbi_kv *kv, const nbi_batch *batch, fl
                             nb_error *err)
 {
     step s;
-    if (begin(&s, m, batch, PASS_FORWARD)) run_forward(&s, kv);
+    if (begin(&s, m, batch, PASS_FORWARD, err)) run_forward(&s, kv);
     *logits = m->ws.logits;
-    return m->b->ops->step_end(m->b, err);
+    return end(&s);
 }
 
 nb_status nbi_model_sync(nbi_model *m, nb_error *err)
@@ -511,7 +609,7 @@ nb_status nbi_model_draft(nbi_model *m, nbi_kv *kv, const nbi_batch *batch, bool
                     : m->draft_listed ? PASS_DRAFT_AGAIN_LISTED
                                       : PASS_DRAFT_AGAIN;
     step s;
-    bool run = begin(&s, m, batch, pass);
+    bool run = begin(&s, m, batch, pass, err);
     if (shares_lists(m)) {
         NB_ASSERT(!from_draft || batch->n_rows <= m->ws.max_logit_rows);
         s.reuse = from_draft;
@@ -520,5 +618,5 @@ nb_status nbi_model_draft(nbi_model *m, nbi_kv *kv, const nbi_batch *batch, bool
     }
     if (run) run_draft(&s, kv, from_draft);
     *logits = m->ws.logits;
-    return m->b->ops->step_end(m->b, err);
+    return end(&s);
 }

@@ -665,7 +665,7 @@ static const nbi_layer *pick_layer(const nbi_model *m)
 
 nb_status nbi_gate_attention(nbi_gate *g, nb_error *err)
 {
-    const nbi_config *c = &g->m->config;
+    const nbi_config *c = &g->m->local;
     attention a = {.g = g, .c = c, .layer = pick_layer(g->m)};
     a.mla = c->attention == NBI_ATTENTION_MLA;
     a.sparse = a.layer->full_indexer;
@@ -676,6 +676,7 @@ nb_status nbi_gate_attention(nbi_gate *g, nb_error *err)
     if (a.sparse && longer < c->index_topk + BEYOND) longer = c->index_topk + BEYOND;
     a.n_seqs = nbi_gate_least(SEQS, nbi_gate_least(g->opt->max_seqs, g->m->ws.max_rows));
     if (!a.n_seqs || g->opt->max_context < 2) return NB_OK; /* nothing can be served */
+    if (!c->n_heads) return NB_OK;                          /* other ranks have them */
     longer = nbi_gate_least(longer, g->opt->max_context - 1);
     const uint32_t shorter = nbi_gate_least(CHUNK, longer);
     a.rows = nbi_gate_least(g->m->ws.max_rows, 512);

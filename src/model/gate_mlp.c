@@ -247,7 +247,7 @@ nb_status nbi_gate_mlp(nbi_gate *g, nb_error *err)
     const nbi_layer *dense = NULL, *shared = NULL;
     for (uint32_t l = 0; l < m->n_layers; l++) {
         const nbi_layer *at = &m->layers[l];
-        if (!dense && !at->sparse) dense = at;
+        if (!dense && !at->sparse && at->mlp.inter) dense = at;
         if (!shared && at->sparse && at->moe.shared.inter) shared = at;
     }
     if (dense && !(g->opt->brief && shared)) NB_TRY(try_mlp(g, dense, &dense->mlp, err));

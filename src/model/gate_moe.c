@@ -373,7 +373,7 @@ nb_status nbi_gate_moe(nbi_gate *g, nb_error *err)
 {
     const nbi_moe_experts *e = NULL;
     for (uint32_t l = 0; l < g->m->n_layers && !e; l++)
-        if (g->m->layers[l].sparse) e = &g->m->layers[l].moe.experts;
+        if (g->m->layers[l].moe.prepared) e = &g->m->layers[l].moe.experts;
     if (!e) return NB_OK;
     moe_case c;
     nb_status st = make_case(&c, g, e, err);

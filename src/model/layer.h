@@ -4,12 +4,14 @@
 
 #include "backend/parts.h"
 #include "model/model.h"
+#include "model/split.h"
 
 #ifdef __cplusplus
 extern "C" {
 #endif
 
-/* Multi-head latent attention; with q_lora 0 only q_b is set and it is q_proj. */
+/* Multi-head latent attention; with q_lora 0 only q_b is set and it is q_proj. Heads, I and E are
+ * those of the rank (split.h). A rank without heads has none of attention's matrices. */
 typedef struct nbi_mla_weights {
     nbi_weight *q_a;                            /* [q_lora, H] */
     nbi_weight *q_b;                            /* [heads * (nope + rope), q_lora or H] */
@@ -18,13 +20,13 @@ typedef struct nbi_mla_weights {
     nbi_weight *o;                              /* [H, heads * v] */
     const float *q_a_norm;                      /* [q_lora] */
     const float *kv_a_norm;                     /* [kv_lora] */
-    const float *q_a_bias, *kv_a_bias, *o_bias; /* or NULL */
+    const float *q_a_bias, *kv_a_bias, *o_bias; /* or NULL; o's on rank 0 */
 } nbi_mla_weights;
 
 typedef struct nbi_gqa_weights {
     nbi_weight *q, *k, *v;                          /* [heads * d, H], [kv_heads * d, H] twice */
     nbi_weight *o;                                  /* [H, heads * d] */
-    const float *q_bias, *k_bias, *v_bias, *o_bias; /* or NULL */
+    const float *q_bias, *k_bias, *v_bias, *o_bias; /* or NULL; o's on rank 0 */
     const float *q_norm, *k_norm;                   /* [d] or NULL */
 } nbi_gqa_weights;
 
@@ -45,7 +47,7 @@ typedef struct nbi_moe_weights {
     nbi_weight *router;       /* [E, H] */
     const float *router_bias; /* [E] or NULL */
     nbi_moe_experts experts;  /* canonical views, [E] each */
-    nbi_moe_layer *prepared;  /* of the runners */
+    nbi_moe_layer *prepared;  /* of the runners; NULL: the rank has no part of the experts */
     nbi_mlp_weights shared;
 } nbi_moe_weights;
 
@@ -64,6 +66,9 @@ typedef struct nbi_mtp_weights {
     const float *enorm, *hnorm, *head_norm; /* [H] */
     nbi_weight *eh_proj;                    /* [H, 2H]: embedding half first */
 } nbi_mtp_weights;
+
+/* Rows whose logits ranks exchange at once. */
+#define NBI_LOGIT_ROWS 16u
 
 /* Activations of a step, carved from one block. act unless noted. */
 typedef struct nbi_workspace {
@@ -86,6 +91,8 @@ typedef struct nbi_workspace {
     void *moe;                     /* the runners' */
     void *last;                    /* [R, H] normed rows for the head */
     float *logits;                 /* [R, V] */
+    float *part;                   /* ranks: [NBI_LOGIT_ROWS, vocab_max] logits of this one, */
+    float *parts;                  /* [ranks][NBI_LOGIT_ROWS, vocab_max] and of all */
     float *cos, *sin;              /* [T, rope dim / 2] */
     void *hidden,
         *draft_hidden; /* drafting: [T, H] final states of the last forward and draft pass */
@@ -102,6 +109,9 @@ typedef struct nbi_vector_slot {
 struct nbi_model {
     nbi_backend *b; /* borrowed */
     nbi_config config;
+    nbi_config local; /* the same with the rank's numbers of heads; borrows from config */
+    nbi_comm *comm;   /* borrowed; NULL: one rank */
+    nbi_split split;
     nbi_quant quant;
     nbi_checkpoint *ckpt;
     nbi_arena arena;                  /* names, views, layers, host vectors */
@@ -117,7 +127,7 @@ struct nbi_model {
     bool draft_listed;       /* the last draft pass behind a forward has left lists in ws.select */
     nbi_layer *layers;       /* [n_layers + has_mtp] */
     nbi_mtp_weights mtp;
-    nbi_weight *embed, *head; /* [V, H]; the same object when tied */
+    nbi_weight *embed, *head; /* [rank's part of V, H]; the same object when tied */
     const float *final_norm;
     float *inv_freq; /* host [rope.dim / 2] */
     nbi_vector_slot *slots;
@@ -128,7 +138,9 @@ struct nbi_model {
         non_expert_macs; /* of the main stack with head, without embedding */
     uint64_t
         expert_bytes_per_layer_sum; /* of one expert, summed over sparse layers of the main stack */
-    uint64_t *expert_bytes;         /* [n_layers + has_mtp] of one expert, 0 in dense layers */
+    uint64_t *expert_bytes;         /* [n_layers + has_mtp] of one expert, 0 in dense layers; what
+                                       the rank has of all experts, divided by their number */
+    uint64_t expert_macs;           /* per token, of the main stack */
     nbi_moe_runner_ops timed_runner; /* what steps call while they are timed (timed_runner.c) */
     nbi_moe_table timed_table;
     nbi_workspace ws;

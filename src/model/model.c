@@ -26,7 +26,7 @@ static void report_unused(const nbi_model *m)
     size_t n = nbi_checkpoint_count(m->ckpt), unused = 0;
     for (size_t i = 0; i < n; i++) {
         const nbi_st_tensor *t = nbi_checkpoint_at(m->ckpt, i);
-        if (t->used) continue;
+        if (t->used || nbi_split_foreign(&m->split, t->name)) continue;
         if (harmless(t->name)) {
             nbi_log(NB_LOG_DEBUG, "not used by this build: %s", t->name);
             continue;
@@ -83,17 +83,56 @@ uint32_t nbi_model_expanded(const nbi_model *m, uint32_t n_prompt)
     return m->expanded_block ? n_prompt / m->expanded_block * m->expanded_block : 0;
 }
 
+/* What this rank holds; all of it without a comm. */
+static nb_status split(nbi_model *m, const nbi_model_options *opt, nb_error *err)
+{
+    const nbi_shard alone = {.tp_size = 1, .ep_size = 1};
+    const nbi_shard *shard = opt->comm ? &opt->shard : &alone;
+    NB_ASSERT(!opt->comm || (shard->tp_size == nbi_comm_size(opt->comm) &&
+                             shard->tp_rank == nbi_comm_rank(opt->comm)));
+    if (shard->tp_size > 1 && strcmp(m->b->ops->name, "cpu") != 0)
+        return nbi_fail(err, NB_UNSUPPORTED,
+                        "%u ranks on %s: sums over ranks are on the CPU only so far; use --device "
+                        "cpu, or one rank",
+                        shard->tp_size, m->b->description);
+    NB_TRY(nbi_split_make(&m->split, shard, &m->config, m->ckpt, m->n_layers + m->has_mtp, err));
+    m->comm = shard->tp_size > 1 ? opt->comm : NULL;
+    if (!m->comm) return NB_OK;
+    const nbi_split *s = &m->split;
+    nbi_log(NB_LOG_INFO, "rank %u of %u: %u of %u heads, %u of %u rows of the vocabulary",
+            shard->tp_rank, shard->tp_size, s->heads.n, m->config.n_heads, s->vocab.n,
+            m->config.vocab);
+    if (m->config.n_experts)
+        nbi_log(NB_LOG_INFO, "rank %u of %u: experts %u to %u, part %u of %u of each",
+                shard->tp_rank, shard->tp_size, s->experts.first,
+                s->experts.first + s->experts.n - 1, nbi_shard_moe_rank(shard) + 1,
+                nbi_shard_moe_size(shard));
+    return NB_OK;
+}
+
+static void make_local(nbi_model *m)
+{
+    m->local = m->config;
+    m->local.n_heads = m->split.heads.n;
+    if (!m->comm) return;
+    /* Also a rank without heads has a cache, so that pages mean the same everywhere. */
+    m->local.n_kv_heads = m->split.kv_heads.n ? m->split.kv_heads.n : 1;
+}
+
 static nb_status open_parts(nbi_model *m, const nbi_model_options *opt, nb_error *err)
 {
     NB_TRY(nbi_config_load(&m->config, opt->dir, err));
     NB_TRY(nbi_quant_load(&m->quant, opt->dir, err));
     NB_TRY(nbi_checkpoint_open(&m->ckpt, opt->dir, err));
-    if (opt->plan)
-        NB_TRY(opt->plan(opt->plan_user, &m->config, nbi_checkpoint_bytes(m->ckpt), err));
-    NB_TRY(nbi_attention_choose(opt->attention, m->b, &m->config, err));
-    NB_TRY(choose_form(m, opt->attention, err));
     m->n_layers = m->config.n_layers;
     m->has_mtp = find_mtp(m);
+    NB_TRY(split(m, opt, err));
+    make_local(m);
+    if (opt->plan)
+        NB_TRY(opt->plan(opt->plan_user, &m->config,
+                         nbi_split_bytes(&m->split, &m->config, m->ckpt), err));
+    NB_TRY(nbi_attention_choose(opt->attention, m->b, &m->local, err));
+    NB_TRY(choose_form(m, opt->attention, err));
     m->layers = nbi_arena_alloc(&m->arena, (m->n_layers + m->has_mtp) * sizeof *m->layers);
     m->inv_freq = nbi_arena_alloc(&m->arena, m->config.rope.dim / 2 * sizeof(float));
     m->expert_bytes =
@@ -107,7 +146,8 @@ static nb_status open_parts(nbi_model *m, const nbi_model_options *opt, nb_error
     NB_TRY(nbi_model_load_weights(m, opt, err));
     report_unused(m);
     m->can_draft = m->has_mtp && opt->use_mtp;
-    if (!m->can_draft) m->config.n_mtp_layers = 0; /* the cache has no place for it */
+    /* the cache has no place for it */
+    if (!m->can_draft) m->config.n_mtp_layers = m->local.n_mtp_layers = 0;
     return NB_OK;
 }
 
@@ -143,6 +183,11 @@ void nbi_model_close(nbi_model **model)
 const nbi_config *nbi_model_config(const nbi_model *m)
 {
     return &m->config;
+}
+
+const nbi_config *nbi_model_local(const nbi_model *m)
+{
+    return &m->local;
 }
 
 const char *nbi_model_runner(const nbi_model *m)
@@ -191,8 +236,8 @@ static uint64_t cache_read_bytes(const nbi_config *c, uint32_t context, uint32_t
 static double weights_read(const nbi_model *m, uint32_t n_rows)
 {
     const nbi_config *c = &m->config;
-    double bytes = (double)m->non_expert_bytes +
-                   (double)n_rows * (double)nbi_matrix_row_bytes(&m->embed->host);
+    double bytes = (double)m->non_expert_bytes;
+    if (m->embed) bytes += (double)n_rows * (double)nbi_matrix_row_bytes(&m->embed->host);
     if (!c->n_experts) return bytes;
     double distinct = c->n_experts * (1.0 - pow(1.0 - (double)c->top_k / c->n_experts, n_rows));
     return bytes + distinct * (double)m->expert_bytes_per_layer_sum;
@@ -209,17 +254,12 @@ uint64_t nbi_model_step_bytes(const nbi_model *m, uint32_t n_rows, uint32_t n_se
 {
     if (!n_seqs) return 0;
     const uint32_t each = (uint32_t)(cached / n_seqs), value = nbi_dtype_bits(kv_dtype) / 8;
-    return (uint64_t)weights_read(m, n_rows) + n_seqs * cache_read_bytes(&m->config, each, value);
+    return (uint64_t)weights_read(m, n_rows) + n_seqs * cache_read_bytes(&m->local, each, value);
 }
 
 uint64_t nbi_model_token_macs(const nbi_model *m)
 {
-    const nbi_config *c = &m->config;
-    uint64_t macs = m->non_expert_macs;
-    for (uint32_t l = 0; l < c->n_layers; l++) {
-        if (c->layer_sparse[l]) macs += 3ull * c->top_k * c->moe_intermediate * c->hidden;
-    }
-    return macs;
+    return m->non_expert_macs + m->expert_macs;
 }
 
 void nbi_fault_text(int32_t code, char *out, size_t n)

@@ -4,6 +4,7 @@
 
 #include "backend/attention_path.h"
 #include "backend/timing.h"
+#include "comm/comm.h"
 #include "format/config.h"
 #include "format/quant.h"
 #include "moe/table.h"
@@ -26,7 +27,14 @@ typedef struct nbi_model_options {
     void *progress_user;
     bool verify_scales; /* read and check every scale (default true) */
     bool use_mtp;       /* make ready for nbi_model_draft() when the files hold an MTP layer */
-    /* Optional: called when headers are read and no weight is; an error refuses the model. */
+    /* Ranks that run the model together (split.h): all call nbi_model_open() with the same files
+     * and options, and then the same forward and draft passes with the same batches. NULL: this one
+     * alone. The comm is borrowed and outlives the model; tp_rank and tp_size are the comm's. A
+     * pass fails with the comm's error. On the CPU only. */
+    nbi_comm *comm;
+    nbi_shard shard;
+    /* Optional: called when headers are read and no weight is, with the bytes of this rank's share;
+     * an error refuses the model. */
     nb_status (*plan)(void *user, const nbi_config *config, uint64_t weight_bytes, nb_error *err);
     void *plan_user;
 } nbi_model_options;
@@ -37,6 +45,8 @@ nb_status nbi_model_open(nbi_model **out, nbi_backend *b, const nbi_model_option
 void nbi_model_close(nbi_model **model);
 
 const nbi_config *nbi_model_config(const nbi_model *model);
+/* The same with the rank's numbers of heads and key heads: what its KV cache is made for. */
+const nbi_config *nbi_model_local(const nbi_model *model);
 const char *nbi_model_runner(const nbi_model *model);             /* names in use, "a+b"; "none" */
 const nbi_moe_table *nbi_model_moe_table(const nbi_model *model); /* n 0 without experts */
 /* Why these: "named", "rule" or "tuned". */
@@ -44,7 +54,7 @@ const char *nbi_model_moe_source(const nbi_model *model);
 /* Positions of a prompt of so many tokens whose rows attend in MLA's expanded form
  * (nbi_batch.expanded): whole blocks from the front. */
 uint32_t nbi_model_expanded(const nbi_model *model, uint32_t n_prompt);
-uint64_t nbi_model_weight_bytes(const nbi_model *model); /* all that was loaded */
+uint64_t nbi_model_weight_bytes(const nbi_model *model); /* all that was loaded, of this rank */
 /* Bytes one decode step of `batch` sequences of `context` tokens must read: weights once, the
  * expected number of distinct experts, cache. */
 uint64_t nbi_model_token_bytes(const nbi_model *model, uint32_t batch, uint32_t context,

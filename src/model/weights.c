@@ -1,8 +1,9 @@
 /* Loading: walks the layers, finds every tensor by name and shape, prepares it for the backend.
  * Called once by nbi_model_open().
  *
- * Shapes come from the config, kinds from the tensors. Nothing is copied that can stay mapped;
- * float vectors (norms, biases) are converted to float32 and put into one device block at the end.
+ * Shapes come from the config, kinds from the tensors, the rank's parts from the split. Nothing is
+ * copied that can stay mapped; float vectors (norms, biases) are converted to float32 and put into
+ * one device block at the end.
  */
 #include <stdio.h>
 #include <string.h>
@@ -53,6 +54,28 @@ static nb_status load_vector(loader *ld, const float **slot, const char *name, u
     return remember_vector(ld->m, slot, n, err);
 }
 
+/* Values [part.first, + part.n) of a vector of n. */
+static nb_status load_vector_part(loader *ld, const float **slot, const char *name, uint32_t n,
+                                  nbi_range part, nb_error *err)
+{
+    char full[NAME_MAX_BYTES];
+    NB_TRY(
+        nbi_vector_load(slot, NULL, ld->m->ckpt, &ld->m->arena, full_name(ld, full, name), n, err));
+    *slot += part.first;
+    return remember_vector(ld->m, slot, part.n, err);
+}
+
+/* What one rank adds to the sum of all, rank 0. */
+static nb_status load_added_once(loader *ld, const float **slot, const char *name, uint32_t n,
+                                 nb_error *err)
+{
+    const uint32_t rank = ld->m->split.shard.tp_rank;
+    if (rank == 0) return load_vector(ld, slot, name, n, err);
+    char full[NAME_MAX_BYTES];
+    nbi_checkpoint_find(ld->m->ckpt, full_name(ld, full, name));
+    return NB_OK;
+}
+
 /* Moves every vector into one device block and points the slots there. */
 static nb_status place_vectors(nbi_model *m, nb_error *err)
 {
@@ -93,34 +116,74 @@ static nb_status prepare(loader *ld, nbi_weight **out, const nbi_matrix *matrix,
     return NB_OK;
 }
 
-/* A linear layer [rows, cols]. `counted`: it is read once per token of the main stack. */
-static nb_status load_linear(loader *ld, nbi_weight **out, const char *name, uint32_t rows,
-                             uint32_t cols, bool counted, nb_error *err)
+/* A linear layer that a rank has a part of: rows or columns [part.first, + part.n). */
+typedef enum cut { CUT_ROWS, CUT_COLUMNS } cut;
+
+static nb_status take_part(nbi_matrix *m, cut along, nbi_range part, nb_error *err)
+{
+    if (part.n == (along == CUT_ROWS ? m->rows : m->cols)) return NB_OK;
+    const uint32_t end = part.first + part.n;
+    return along == CUT_ROWS ? nbi_matrix_rows(m, m, part.first, end, err)
+                             : nbi_matrix_columns(m, m, part.first, end, err);
+}
+
+static nb_status prepare_part(loader *ld, nbi_weight **out, nbi_matrix *m, cut along,
+                              nbi_range part, bool counted, nb_error *err)
+{
+    if (!part.n) return NB_OK;
+    NB_TRY(take_part(m, along, part, err));
+    NB_TRY(prepare(ld, out, m, err));
+    if (counted) {
+        ld->m->non_expert_bytes += nbi_matrix_bytes(m);
+        ld->m->non_expert_macs += (uint64_t)m->rows * m->cols;
+    }
+    return NB_OK;
+}
+
+static nb_status load_part(loader *ld, nbi_weight **out, const char *name, uint32_t rows,
+                           uint32_t cols, cut along, nbi_range part, bool counted, nb_error *err)
 {
     nbi_matrix matrix;
     char full[NAME_MAX_BYTES];
     NB_TRY(nbi_matrix_load(&matrix, ld->m->ckpt, &ld->m->arena, full_name(ld, full, name), rows,
                            cols, err));
-    NB_TRY(prepare(ld, out, &matrix, err));
-    if (counted) {
-        ld->m->non_expert_bytes += nbi_matrix_bytes(&matrix);
-        ld->m->non_expert_macs += (uint64_t)rows * cols;
-    }
-    return NB_OK;
+    return prepare_part(ld, out, &matrix, along, part, counted, err);
+}
+
+/* A linear layer [rows, cols]. `counted`: it is read once per token of the main stack. */
+static nb_status load_linear(loader *ld, nbi_weight **out, const char *name, uint32_t rows,
+                             uint32_t cols, bool counted, nb_error *err)
+{
+    return load_part(ld, out, name, rows, cols, CUT_ROWS, (nbi_range){0, rows}, counted, err);
+}
+
+/* Rows or columns of heads, `each` per head. */
+static nbi_range of_heads(nbi_range heads, uint32_t each)
+{
+    return (nbi_range){heads.first * each, heads.n * each};
 }
 
 static nb_status load_mlp(loader *ld, nbi_mlp_weights *w, const char *name, uint32_t inter,
                           bool counted, nb_error *err)
 {
-    char part[NAME_MAX_BYTES];
-    uint32_t hidden = ld->m->config.hidden;
-    w->inter = inter;
-    snprintf(part, sizeof part, "%s.gate_proj", name);
-    NB_TRY(load_linear(ld, &w->gate, part, inter, hidden, counted, err));
-    snprintf(part, sizeof part, "%s.up_proj", name);
-    NB_TRY(load_linear(ld, &w->up, part, inter, hidden, counted, err));
-    snprintf(part, sizeof part, "%s.down_proj", name);
-    return load_linear(ld, &w->down, part, hidden, inter, counted, err);
+    static const char *const names[3] = {"gate_proj", "up_proj", "down_proj"};
+    nbi_weight **const to[3] = {&w->gate, &w->up, &w->down};
+    const uint32_t hidden = ld->m->config.hidden;
+    const nbi_shard *shard = &ld->m->split.shard;
+    nbi_matrix m[3];
+    nbi_weight_kind kinds[3];
+    for (int i = 0; i < 3; i++) {
+        char part[NAME_MAX_BYTES], full[NAME_MAX_BYTES];
+        snprintf(part, sizeof part, "%s.%s", name, names[i]);
+        NB_TRY(nbi_matrix_load(&m[i], ld->m->ckpt, &ld->m->arena, full_name(ld, full, part),
+                               i == 2 ? hidden : inter, i == 2 ? inter : hidden, err));
+        kinds[i] = m[i].kind;
+    }
+    const nbi_range part = nbi_split_inter(inter, kinds, shard->tp_rank, shard->tp_size);
+    w->inter = part.n;
+    for (int i = 0; i < 3; i++)
+        NB_TRY(prepare_part(ld, to[i], &m[i], i == 2 ? CUT_COLUMNS : CUT_ROWS, part, counted, err));
+    return NB_OK;
 }
 
 /* ---------------------------------------------------------------- attention */
@@ -128,45 +191,53 @@ static nb_status load_mlp(loader *ld, nbi_mlp_weights *w, const char *name, uint
 static nb_status load_mla(loader *ld, nbi_mla_weights *w, bool counted, nb_error *err)
 {
     const nbi_config *c = &ld->m->config;
-    uint32_t q_rows = c->n_heads * (c->nope_dim + c->rope_dim);
+    const nbi_range heads = ld->m->split.heads;
+    const uint32_t qk = c->nope_dim + c->rope_dim, q_rows = c->n_heads * qk;
     ld->part = NBI_PART_ATTENTION;
     if (c->q_lora) {
         NB_TRY(load_linear(ld, &w->q_a, "self_attn.q_a_proj", c->q_lora, c->hidden, counted, err));
         NB_TRY(load_vector(ld, &w->q_a_norm, "self_attn.q_a_layernorm.weight", c->q_lora, err));
-        NB_TRY(load_linear(ld, &w->q_b, "self_attn.q_b_proj", q_rows, c->q_lora, counted, err));
+        NB_TRY(load_part(ld, &w->q_b, "self_attn.q_b_proj", q_rows, c->q_lora, CUT_ROWS,
+                         of_heads(heads, qk), counted, err));
     } else {
-        NB_TRY(load_linear(ld, &w->q_b, "self_attn.q_proj", q_rows, c->hidden, counted, err));
+        NB_TRY(load_part(ld, &w->q_b, "self_attn.q_proj", q_rows, c->hidden, CUT_ROWS,
+                         of_heads(heads, qk), counted, err));
     }
     NB_TRY(load_linear(ld, &w->kv_a, "self_attn.kv_a_proj_with_mqa", c->kv_lora + c->rope_dim,
                        c->hidden, counted, err));
     NB_TRY(load_vector(ld, &w->kv_a_norm, "self_attn.kv_a_layernorm.weight", c->kv_lora, err));
-    NB_TRY(load_linear(ld, &w->kv_b, "self_attn.kv_b_proj", c->n_heads * (c->nope_dim + c->v_dim),
-                       c->kv_lora, counted, err));
-    NB_TRY(
-        load_linear(ld, &w->o, "self_attn.o_proj", c->hidden, c->n_heads * c->v_dim, counted, err));
+    NB_TRY(load_part(ld, &w->kv_b, "self_attn.kv_b_proj", c->n_heads * (c->nope_dim + c->v_dim),
+                     c->kv_lora, CUT_ROWS, of_heads(heads, c->nope_dim + c->v_dim), counted, err));
+    NB_TRY(load_part(ld, &w->o, "self_attn.o_proj", c->hidden, c->n_heads * c->v_dim, CUT_COLUMNS,
+                     of_heads(heads, c->v_dim), counted, err));
     if (!c->attention_bias) return NB_OK;
     if (c->q_lora) NB_TRY(load_vector(ld, &w->q_a_bias, "self_attn.q_a_proj.bias", c->q_lora, err));
     NB_TRY(load_vector(ld, &w->kv_a_bias, "self_attn.kv_a_proj_with_mqa.bias",
                        c->kv_lora + c->rope_dim, err));
-    return load_vector(ld, &w->o_bias, "self_attn.o_proj.bias", c->hidden, err);
+    return load_added_once(ld, &w->o_bias, "self_attn.o_proj.bias", c->hidden, err);
 }
 
 static nb_status load_gqa(loader *ld, nbi_gqa_weights *w, bool counted, nb_error *err)
 {
     const nbi_config *c = &ld->m->config;
-    uint32_t q_rows = c->n_heads * c->head_dim, kv_rows = c->n_kv_heads * c->head_dim;
+    const uint32_t q_rows = c->n_heads * c->head_dim, kv_rows = c->n_kv_heads * c->head_dim;
+    const nbi_range q = of_heads(ld->m->split.heads, c->head_dim),
+                    kv = of_heads(ld->m->split.kv_heads, c->head_dim);
     ld->part = NBI_PART_ATTENTION;
-    NB_TRY(load_linear(ld, &w->q, "self_attn.q_proj", q_rows, c->hidden, counted, err));
-    NB_TRY(load_linear(ld, &w->k, "self_attn.k_proj", kv_rows, c->hidden, counted, err));
-    NB_TRY(load_linear(ld, &w->v, "self_attn.v_proj", kv_rows, c->hidden, counted, err));
-    NB_TRY(load_linear(ld, &w->o, "self_attn.o_proj", c->hidden, q_rows, counted, err));
+    NB_TRY(load_part(ld, &w->q, "self_attn.q_proj", q_rows, c->hidden, CUT_ROWS, q, counted, err));
+    NB_TRY(
+        load_part(ld, &w->k, "self_attn.k_proj", kv_rows, c->hidden, CUT_ROWS, kv, counted, err));
+    NB_TRY(
+        load_part(ld, &w->v, "self_attn.v_proj", kv_rows, c->hidden, CUT_ROWS, kv, counted, err));
+    NB_TRY(
+        load_part(ld, &w->o, "self_attn.o_proj", c->hidden, q_rows, CUT_COLUMNS, q, counted, err));
     if (c->attention_bias) {
-        NB_TRY(load_vector(ld, &w->q_bias, "self_attn.q_proj.bias", q_rows, err));
-        NB_TRY(load_vector(ld, &w->k_bias, "self_attn.k_proj.bias", kv_rows, err));
-        NB_TRY(load_vector(ld, &w->v_bias, "self_attn.v_proj.bias", kv_rows, err));
+        NB_TRY(load_vector_part(ld, &w->q_bias, "self_attn.q_proj.bias", q_rows, q, err));
+        NB_TRY(load_vector_part(ld, &w->k_bias, "self_attn.k_proj.bias", kv_rows, kv, err));
+        NB_TRY(load_vector_part(ld, &w->v_bias, "self_attn.v_proj.bias", kv_rows, kv, err));
         char full[NAME_MAX_BYTES]; /* Qwen3 has one on o, GLM-4.x none */
         if (nbi_checkpoint_peek(ld->m->ckpt, full_name(ld, full, "self_attn.o_proj.bias"))) {
-            NB_TRY(load_vector(ld, &w->o_bias, "self_attn.o_proj.bias", c->hidden, err));
+            NB_TRY(load_added_once(ld, &w->o_bias, "self_attn.o_proj.bias", c->hidden, err));
         }
     }
     if (!c->qk_norm) return NB_OK;
@@ -243,20 +314,22 @@ static nb_status check_experts(loader *ld, const nbi_moe_experts *x, nb_error *e
     return st;
 }
 
-/* Writes the ids of experts whose part has no input scale, "3, 6", as far as they fit. */
-static void list_without_input_scale(const nbi_matrix *part, uint32_t n, char *out, size_t n_out)
+/* Writes the ids of experts whose part has no input scale, "3, 6", as far as they fit; part[0] is
+ * expert `first`. */
+static void list_without_input_scale(const nbi_matrix *part, uint32_t first, uint32_t n, char *out,
+                                     size_t n_out)
 {
     size_t at = 0;
     out[0] = 0;
     for (uint32_t e = 0; e < n && at + 16 < n_out; e++) {
         if (part[e].input_scale > 0) continue;
-        at += (size_t)snprintf(out + at, n_out - at, "%s%u", at ? ", " : "", e);
+        at += (size_t)snprintf(out + at, n_out - at, "%s%u", at ? ", " : "", first + e);
     }
 }
 
 /* Experts of one layer must agree in kind, and all or none carry input scales: a mixture means a
  * broken export. */
-static nb_status check_expert_kinds(const nbi_moe_experts *x, nb_error *err)
+static nb_status check_expert_kinds(const nbi_moe_experts *x, uint32_t first_id, nb_error *err)
 {
     const nbi_matrix *const parts[3] = {x->gate, x->up, x->down};
     for (uint32_t part = 0; part < 3; part++) {
@@ -272,7 +345,8 @@ static nb_status check_expert_kinds(const nbi_moe_experts *x, nb_error *err)
             }
             if ((it->input_scale > 0) != (first->input_scale > 0)) {
                 char ids[160];
-                list_without_input_scale(parts[part], x->shape.n_experts, ids, sizeof ids);
+                list_without_input_scale(parts[part], first_id, x->shape.n_experts, ids,
+                                         sizeof ids);
                 return nbi_fail(
                     err, NB_CORRUPT,
                     "layer %u: input_scale is missing for experts %s (found for others, e.g. %s)",
@@ -360,37 +434,61 @@ static nb_status check_runners(loader *ld, const nbi_moe_shape *shape, nb_error 
     return NB_OK;
 }
 
+/* Views of the rank's experts: its columns of each. part[p][i] is expert split.experts.first + i.
+ * *inter: columns it has; 0: nothing is to be done with the views. */
+static nb_status load_expert_views(loader *ld, nbi_matrix *const part[3], uint32_t *inter,
+                                   nb_error *err)
+{
+    const nbi_model *m = ld->m;
+    const nbi_range mine = m->split.experts;
+    const nbi_shard *shard = &m->split.shard;
+    for (uint32_t p = 0; p < 3; p++)
+        for (uint32_t i = 0; i < mine.n; i++)
+            NB_TRY(load_expert(ld, &part[p][i], mine.first + i, p, err));
+    *inter = 0;
+    if (!mine.n) return NB_OK;
+    const nbi_weight_kind kinds[3] = {part[0]->kind, part[1]->kind, part[2]->kind};
+    const nbi_range columns = nbi_split_inter(m->config.moe_intermediate, kinds,
+                                              nbi_shard_moe_rank(shard), nbi_shard_moe_size(shard));
+    *inter = columns.n;
+    for (uint32_t p = 0; p < 3 && columns.n; p++)
+        for (uint32_t i = 0; i < mine.n; i++)
+            NB_TRY(take_part(&part[p][i], p == 2 ? CUT_COLUMNS : CUT_ROWS, columns, err));
+    return NB_OK;
+}
+
 static nb_status load_experts(loader *ld, nbi_moe_weights *w, uint32_t layer, bool counted,
                               nb_error *err)
 {
     nbi_model *m = ld->m;
     const nbi_config *c = &m->config;
-    const uint32_t n_experts = c->n_experts;
-    NB_ASSERT(n_experts);
+    const uint32_t n_experts = m->split.experts.n;
+    NB_ASSERT(c->n_experts);
     nbi_matrix *all = nbi_arena_alloc(&m->arena, 3 * (size_t)n_experts * sizeof *all);
     if (!all) return nbi_fail(err, NB_NO_MEMORY, "loading: out of memory");
     nbi_matrix *const part[3] = {all, all + n_experts, all + 2 * (size_t)n_experts};
     uint64_t bytes = 0;
-    for (uint32_t p = 0; p < 3; p++) {
-        for (uint32_t e = 0; e < n_experts; e++) {
-            NB_TRY(load_expert(ld, &part[p][e], e, p, err));
-            bytes += nbi_matrix_bytes(&part[p][e]);
-        }
-    }
+    uint32_t inter;
+    NB_TRY(load_expert_views(ld, part, &inter, err));
+    if (!inter) return NB_OK;
+    for (uint32_t i = 0; i < 3 * n_experts; i++) bytes += nbi_matrix_bytes(&all[i]);
     w->experts = (nbi_moe_experts){.gate = part[0], .up = part[1], .down = part[2], .layer = layer};
     w->experts.shape = (nbi_moe_shape){.n_experts = n_experts,
                                        .top_k = c->top_k,
                                        .hidden = c->hidden,
-                                       .inter = c->moe_intermediate,
+                                       .inter = inter,
                                        .kind_gate_up = part[0]->kind,
                                        .w4a4 = m->b->w4a4,
                                        .kind_down = part[2]->kind};
-    NB_TRY(check_expert_kinds(&w->experts, err));
+    NB_TRY(check_expert_kinds(&w->experts, m->split.experts.first, err));
     if (ld->opt->verify_scales) NB_TRY(check_experts(ld, &w->experts, err));
     NB_TRY(check_runners(ld, &w->experts.shape, err));
     NB_TRY(m->runner->prepare(m->b, &w->prepared, &w->experts, err));
-    m->expert_bytes[layer] = bytes / n_experts;
-    if (counted) m->expert_bytes_per_layer_sum += bytes / n_experts;
+    m->expert_bytes[layer] = bytes / c->n_experts;
+    if (counted) {
+        m->expert_bytes_per_layer_sum += bytes / c->n_experts;
+        m->expert_macs += 3ull * c->top_k * inter * c->hidden * n_experts / c->n_experts;
+    }
     m->weight_bytes += bytes;
     progress(ld, bytes);
     return NB_OK;
@@ -420,13 +518,13 @@ static nb_status load_layer(loader *ld, nbi_layer *layer, uint32_t index, nb_err
     bool counted = index < c->n_layers;
     snprintf(ld->prefix, sizeof ld->prefix, "model.layers.%u.", index);
     layer->sparse = c->layer_sparse[index];
-    layer->full_indexer = c->has_indexer && c->layer_full_indexer[index];
+    const bool attends = ld->m->split.heads.n > 0;
+    layer->full_indexer = attends && c->has_indexer && c->layer_full_indexer[index];
     NB_TRY(load_vector(ld, &layer->input_norm, "input_layernorm.weight", c->hidden, err));
     NB_TRY(load_vector(ld, &layer->post_norm, "post_attention_layernorm.weight", c->hidden, err));
-    if (c->attention == NBI_ATTENTION_MLA) {
-        NB_TRY(load_mla(ld, &layer->mla, counted, err));
-    } else {
-        NB_TRY(load_gqa(ld, &layer->gqa, counted, err));
+    if (attends) {
+        NB_TRY(c->attention == NBI_ATTENTION_MLA ? load_mla(ld, &layer->mla, counted, err)
+                                                 : load_gqa(ld, &layer->gqa, counted, err));
     }
     if (layer->full_indexer) NB_TRY(load_indexer(ld, &layer->indexer, counted, err));
     if (layer->sparse) return load_moe(ld, &layer->moe, index, counted, err);
@@ -461,8 +559,8 @@ static nb_status load_head(loader *ld, nb_error *err)
     bool stored = nbi_matrix_present(m->ckpt, "lm_head");
     if (c->tied_head && !stored) {
         m->head = m->embed;
-        m->non_expert_bytes += nbi_matrix_bytes(&m->embed->host);
-        m->non_expert_macs += (uint64_t)c->vocab * c->hidden;
+        if (m->embed) m->non_expert_bytes += nbi_matrix_bytes(&m->embed->host);
+        m->non_expert_macs += (uint64_t)m->split.vocab.n * c->hidden;
         return NB_OK;
     }
     if (c->tied_head)
@@ -470,7 +568,8 @@ static nb_status load_head(loader *ld, nb_error *err)
             NB_LOG_WARN,
             "config says the head is tied, but lm_head.weight is stored: the stored head is used");
     ld->part = NBI_PART_HEAD;
-    return load_linear(ld, &m->head, "lm_head", c->vocab, c->hidden, true, err);
+    return load_part(ld, &m->head, "lm_head", c->vocab, c->hidden, CUT_ROWS, m->split.vocab, true,
+                     err);
 }
 
 static nb_status load_all(loader *ld, nb_error *err)
@@ -478,7 +577,8 @@ static nb_status load_all(loader *ld, nb_error *err)
     nbi_model *m = ld->m;
     const nbi_config *c = &m->config;
     ld->part = NBI_PART_EMBEDDING;
-    NB_TRY(load_linear(ld, &m->embed, "model.embed_tokens", c->vocab, c->hidden, false, err));
+    NB_TRY(load_part(ld, &m->embed, "model.embed_tokens", c->vocab, c->hidden, CUT_ROWS,
+                     m->split.vocab, false, err));
     NB_TRY(load_head(ld, err));
     NB_TRY(load_vector(ld, &m->final_norm, "model.norm.weight", c->hidden, err));
     for (uint32_t l = 0; l < c->n_layers; l++) NB_TRY(load_layer(ld, &m->layers[l], l, err));
@@ -488,7 +588,8 @@ static nb_status load_all(loader *ld, nb_error *err)
 
 nb_status nbi_model_load_weights(nbi_model *m, const nbi_model_options *opt, nb_error *err)
 {
-    loader ld = {.m = m, .opt = opt, .total_bytes = nbi_checkpoint_bytes(m->ckpt)};
+    loader ld = {
+        .m = m, .opt = opt, .total_bytes = nbi_split_bytes(&m->split, &m->config, m->ckpt)};
     if (opt->verify_scales) NB_TRY(nbi_pool_create(&ld.pool, 0, err));
     nb_status st = load_all(&ld, err);
     nbi_pool_destroy(&ld.pool);

@@ -106,7 +106,8 @@ static nb_status open_all(bench *b, nb_error *err)
     b->max_rows = o->chunk > o->batch ? o->chunk : o->batch;
     b->pages_per_seq = (uint32_t)((length + NBI_PAGE_TOKENS - 1) / NBI_PAGE_TOKENS);
     NB_TRY(nbi_model_reserve(b->model, b->max_rows, o->batch, o->batch, (uint32_t)length, err));
-    NB_TRY(nbi_kv_create(&b->kv, b->b, c, o->kv_dtype, o->batch * b->pages_per_seq, err));
+    NB_TRY(nbi_kv_create(&b->kv, b->b, nbi_model_local(b->model), o->kv_dtype,
+                         o->batch * b->pages_per_seq, err));
     b->block = nbi_calloc(1, carve(b, NULL));
     b->ms = nbi_calloc(3 * (size_t)o->repeat, sizeof *b->ms);
     if (!b->block || !b->ms) return nbi_fail(err, NB_NO_MEMORY, "bench: out of memory");

@@ -1,0 +1,461 @@
+/* One model over several ranks: ranges, what a rank reads and holds, and the logits of every family
+ * against one rank. Ranks are threads here (thread_comm.h); the model does not know. */
+#include "cmocka_all.h"
+
+#include <dirent.h>
+#include <math.h>
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/mem.h"
+#include "engine/score.h"
+#include "model/split.h"
+#include "scratch.h"
+#include "thread_comm.h"
+
+#define GOLDEN NBI_TEST_SOURCE_DIR "/tests/golden/data"
+#define TINY   NBI_TEST_SOURCE_DIR "/models/glm5-tiny"
+
+/* Sums of parts are rounded once more per rank: norm of the difference over norm of the logits. */
+#define BOUND 1e-5
+
+enum { RANKS_MAX = 8, CHUNK = 48, IDS_MAX = 144 };
+
+typedef struct layout {
+    uint32_t tp, ep;
+} layout;
+
+/* ---------------------------------------------------------------- a run */
+
+typedef struct rank_run {
+    pthread_t thread;
+    const char *dir;
+    nbi_comm *comm; /* NULL: alone */
+    nbi_shard shard;
+    const int32_t *ids;
+    uint32_t n_ids, vocab;
+    float *logits; /* [n_ids, vocab] */
+    uint64_t weight_bytes, planned, page_bytes;
+    nb_status status;
+    nb_error err;
+} rank_run;
+
+static nb_status keep(void *user, uint32_t position, const float *logits, nb_error *err)
+{
+    (void)err;
+    rank_run *r = user;
+    memcpy(r->logits + (size_t)position * r->vocab, logits, r->vocab * sizeof *logits);
+    return NB_OK;
+}
+
+static nb_status plan(void *user, const nbi_config *c, uint64_t bytes, nb_error *err)
+{
+    (void)c, (void)err;
+    ((rank_run *)user)->planned = bytes;
+    return NB_OK;
+}
+
+static nb_status run_model(rank_run *r, nbi_backend *b, nbi_model **m, nbi_kv *kv)
+{
+    const nbi_model_options mo = {.dir = r->dir,
+                                  .moe_runner = "auto",
+                                  .verify_scales = true,
+                                  .comm = r->comm,
+                                  .shard = r->shard,
+                                  .plan = plan,
+                                  .plan_user = r};
+    NB_TRY(nbi_model_open(m, b, &mo, &r->err));
+    r->vocab = nbi_model_config(*m)->vocab;
+    r->weight_bytes = nbi_model_weight_bytes(*m);
+    r->page_bytes = nbi_kv_page_bytes(nbi_model_local(*m), NBI_F32);
+    r->logits = calloc((size_t)r->n_ids * r->vocab, sizeof *r->logits);
+    NB_TRY(nbi_model_reserve(*m, CHUNK, 1, CHUNK, IDS_MAX, &r->err));
+    NB_TRY(nbi_kv_create(kv, b, nbi_model_local(*m), NBI_F32, 3, &r->err));
+    return nbi_score_run(*m, kv, r->ids, r->n_ids, CHUNK, keep, r, &r->err);
+}
+
+static void *run_rank(void *arg)
+{
+    rank_run *r = arg;
+    nbi_backend *b = NULL;
+    nbi_model *m = NULL;
+    nbi_kv kv = {0};
+    const nbi_backend_options bo = {.cpu_level = NBI_CPU_REFERENCE, .n_threads = 1};
+    r->status = nbi_backend_open(&b, "cpu", &bo, &r->err);
+    if (r->status == NB_OK) r->status = run_model(r, b, &m, &kv);
+    if (b) nbi_kv_destroy(&kv, b);
+    nbi_model_close(&m);
+    nbi_backend_close(&b);
+    nbi_comm_close(&r->comm);
+    return NULL;
+}
+
+/* All ranks of a job; dirs[rank], or dirs[0] for all with one. */
+static void run_job(rank_run *ranks, layout l, const char *const *dirs, uint32_t n_dirs,
+                    const int32_t *ids, uint32_t n_ids)
+{
+    nbi_comm *comms[RANKS_MAX] = {0};
+    if (l.tp > 1) thread_comm_open(comms, l.tp);
+    for (uint32_t r = 0; r < l.tp; r++) {
+        ranks[r] =
+            (rank_run){.dir = dirs[r % n_dirs], .comm = comms[r], .ids = ids, .n_ids = n_ids};
+        assert_int_equal(nbi_shard_make(&ranks[r].shard, r, l.tp, l.ep, NULL), NB_OK);
+        assert_int_equal(pthread_create(&ranks[r].thread, NULL, run_rank, &ranks[r]), 0);
+    }
+    for (uint32_t r = 0; r < l.tp; r++) pthread_join(ranks[r].thread, NULL);
+}
+
+static void free_job(rank_run *ranks, uint32_t n)
+{
+    for (uint32_t r = 0; r < n; r++) free(ranks[r].logits);
+}
+
+/* The longest of a case's sequences, or the tiny model's own. */
+static uint32_t read_ids(const char *dir, int32_t *ids)
+{
+    char path[512];
+    snprintf(path, sizeof path, "%s/tokens.json", dir);
+    json_t *all = json_load_file(path, 0, NULL);
+    uint32_t n = 0;
+    for (size_t i = 0; i < json_array_size(all); i++) {
+        const json_t *one = json_array_get(all, i);
+        if (json_array_size(one) < n || json_array_size(one) > IDS_MAX) continue;
+        n = (uint32_t)json_array_size(one);
+        for (uint32_t k = 0; k < n; k++)
+            ids[k] = (int32_t)json_integer_value(json_array_get(one, k));
+    }
+    json_decref(all);
+    if (all) return n;
+    for (n = 0; n < 60; n++) ids[n] = (int32_t)(1 + n * 37 % 500);
+    return n;
+}
+
+static uint32_t largest(const float *x, uint32_t n)
+{
+    uint32_t best = 0;
+    for (uint32_t i = 1; i < n; i++)
+        if (x[i] > x[best]) best = i;
+    return best;
+}
+
+/* Distance of every position's logits; the token that greedy decoding takes is the same. */
+static void compare(const rank_run *got, const rank_run *want, const char *what)
+{
+    assert_int_equal(got->vocab, want->vocab);
+    for (uint32_t t = 0; t < want->n_ids; t++) {
+        const float *a = got->logits + (size_t)t * want->vocab,
+                    *b = want->logits + (size_t)t * want->vocab;
+        double apart = 0, size = 0;
+        for (uint32_t i = 0; i < want->vocab; i++) {
+            apart += ((double)a[i] - (double)b[i]) * ((double)a[i] - (double)b[i]);
+            size += (double)b[i] * (double)b[i];
+        }
+        if (!(sqrt(apart / size) <= BOUND))
+            fail_msg("%s: logits of position %u differ by %.3g", what, t, sqrt(apart / size));
+        const uint32_t id = largest(a, want->vocab), other = largest(b, want->vocab);
+        if (id != other && (double)(b[other] - b[id]) > 2 * BOUND * sqrt(size))
+            fail_msg("%s: position %u chooses %u, one rank %u", what, t, id, other);
+    }
+}
+
+static void compare_job(const rank_run *ranks, layout l, const rank_run *want, const char *dir)
+{
+    for (uint32_t r = 0; r < l.tp; r++) {
+        char what[600];
+        snprintf(what, sizeof what, "%s, tp %u, ep %u, rank %u", dir, l.tp, l.ep, r);
+        if (ranks[r].status != NB_OK) fail_msg("%s: %s", what, ranks[r].err.text);
+        compare(&ranks[r], want, what);
+        const size_t bytes = (size_t)want->n_ids * want->vocab * sizeof(float);
+        if (memcmp(ranks[r].logits, ranks[0].logits, bytes) != 0)
+            fail_msg("%s: other bits than rank 0", what);
+    }
+}
+
+static void check_dir(const char *dir, const layout *layouts, size_t n)
+{
+    int32_t ids[IDS_MAX];
+    const uint32_t n_ids = read_ids(dir, ids);
+    rank_run one[1], ranks[RANKS_MAX];
+    run_job(one, (layout){1, 1}, &dir, 1, ids, n_ids);
+    if (one->status != NB_OK) fail_msg("%s: %s", dir, one->err.text);
+    for (size_t i = 0; i < n; i++) {
+        run_job(ranks, layouts[i], &dir, 1, ids, n_ids);
+        compare_job(ranks, layouts[i], one, dir);
+        uint64_t held = 0;
+        for (uint32_t r = 0; r < layouts[i].tp; r++) {
+            held += ranks[r].weight_bytes;
+            assert_true(ranks[r].weight_bytes < one->weight_bytes);
+        }
+        assert_true(held >= one->weight_bytes); /* what is not split is there several times */
+        free_job(ranks, layouts[i].tp);
+    }
+    free_job(one, 1);
+}
+
+static void test_families(void **state)
+{
+    (void)state;
+    /* Ranks without heads (3 over 4), without experts (3 over 4) and with a share of a key head (2
+     * over 4) are among these. */
+    static const layout layouts[] = {{2, 1}, {2, 2}, {4, 1}, {4, 2}, {4, 4}};
+    DIR *d = opendir(GOLDEN);
+    assert_non_null(d);
+    uint32_t n = 0;
+    for (const struct dirent *e = readdir(d); e; e = readdir(d)) {
+        char dir[512];
+        if (e->d_name[0] == '.') continue;
+        snprintf(dir, sizeof dir, "%s/%s", GOLDEN, e->d_name);
+        check_dir(dir, layouts, sizeof layouts / sizeof *layouts);
+        n++;
+    }
+    closedir(d);
+    assert_true(n >= 26);
+}
+
+static void test_embedded(void **state)
+{
+    (void)state;
+    static const layout layouts[] = {{2, 1}, {4, 4}, {4, 2}, {3, 1}};
+    check_dir(TINY, layouts, sizeof layouts / sizeof *layouts);
+}
+
+/* ---------------------------------------------------------------- ranges */
+
+static void test_parts(void **state)
+{
+    (void)state;
+    static const uint32_t heads[8] = {3, 3, 3, 3, 2, 2, 2, 2};
+    uint32_t at = 0;
+    for (uint32_t r = 0; r < 8; r++) {
+        const nbi_range p = nbi_split_part(20, 1, r, 8);
+        assert_int_equal(p.first, at);
+        assert_int_equal(p.n, heads[r]);
+        at += p.n;
+    }
+    assert_int_equal(at, 20);
+    /* Whole units; the last is what is left; ranks without any begin at the end. */
+    static const uint32_t partial[4][2] = {{0, 128}, {128, 16}, {144, 0}, {144, 0}};
+    for (uint32_t r = 0; r < 4; r++) {
+        const nbi_range p = nbi_split_part(144, 128, r, 4);
+        assert_int_equal(p.first, partial[r][0]);
+        assert_int_equal(p.n, partial[r][1]);
+    }
+    for (uint32_t n = 0; n < 300; n += 7)
+        for (uint32_t unit = 1; unit <= 128; unit *= 2)
+            for (uint32_t size = 1; size <= 8; size++) {
+                at = 0;
+                for (uint32_t r = 0; r < size; r++) {
+                    const nbi_range p = nbi_split_part(n, unit, r, size);
+                    assert_int_equal(p.first, at);
+                    assert_true(p.n % unit == 0 || p.first + p.n == n);
+                    at += p.n;
+                }
+                assert_int_equal(at, n);
+            }
+}
+
+static void test_columns(void **state)
+{
+    (void)state;
+    const nbi_weight_kind nvfp4[3] = {NBI_WEIGHT_NVFP4, NBI_WEIGHT_NVFP4, NBI_WEIGHT_NVFP4},
+                          fp8[3] = {NBI_WEIGHT_FP8_BLOCK, NBI_WEIGHT_FP8_BLOCK,
+                                    NBI_WEIGHT_FP8_BLOCK},
+                          mixed[3] = {NBI_WEIGHT_BF16, NBI_WEIGHT_BF16, NBI_WEIGHT_NVFP4};
+    /* GLM-5's experts over eight ranks. */
+    for (uint32_t r = 0; r < 8; r++) {
+        assert_int_equal(nbi_split_inter(2048, nvfp4, r, 8).n, 256);
+        assert_int_equal(nbi_split_inter(2048, fp8, r, 8).first, 256 * r);
+    }
+    assert_int_equal(nbi_split_inter(1536, nvfp4, 7, 8).n, 192);
+    assert_int_equal(nbi_split_inter(1408, fp8, 0, 8).n, 256); /* 11 blocks: 2, 2, 2, 1, 1, ... */
+    assert_int_equal(nbi_split_inter(1408, fp8, 3, 8).n, 128);
+    assert_int_equal(nbi_split_inter(144, fp8, 1, 2).n, 16);
+    assert_int_equal(nbi_split_inter(48, mixed, 0, 2).n, 32); /* 16-wide blocks: 2 and 1 */
+    assert_int_equal(nbi_split_inter(48, mixed, 1, 2).n, 16);
+    assert_int_equal(nbi_split_inter(48, mixed, 3, 4).n, 0);
+}
+
+/* ---------------------------------------------------------------- what a rank reads */
+
+/* Ones into what other ranks have of a tensor [n, ...]: all but entries [keep.first, + keep.n). */
+static void spoil_but(uint8_t *data, size_t bytes, size_t n, nbi_range keep)
+{
+    const size_t each = bytes / n;
+    memset(data, 0xff, keep.first * each);
+    memset(data + (keep.first + keep.n) * each, 0xff, (n - keep.first - keep.n) * each);
+}
+
+static bool ends_with(const char *s, const char *end)
+{
+    const size_t n = strlen(s), k = strlen(end);
+    return n >= k && !strcmp(s + n - k, end);
+}
+
+/* The file without what only other ranks need. Returns how many tensors lost something. */
+static uint32_t spoil_file(uint8_t *file, const nbi_split *s, uint32_t n_heads)
+{
+    static const nbi_range none = {0, 0};
+    uint64_t header;
+    memcpy(&header, file, sizeof header);
+    json_t *all = json_loadb((const char *)file + 8, header, 0, NULL);
+    const char *name;
+    json_t *tensor;
+    uint32_t n = 0;
+    assert_non_null(all);
+    json_object_foreach(all, name, tensor)
+    {
+        const json_t *at = json_object_get(tensor, "data_offsets"),
+                     *shape = json_object_get(tensor, "shape");
+        if (!at) continue;
+        const size_t begin = (size_t)json_integer_value(json_array_get(at, 0)),
+                     bytes = (size_t)json_integer_value(json_array_get(at, 1)) - begin,
+                     rows = (size_t)json_integer_value(json_array_get(shape, 0));
+        uint8_t *data = file + 8 + header + begin;
+        if (nbi_split_foreign(s, name)) {
+            spoil_but(data, bytes, 1, none);
+        } else if (strstr(name, "embed_tokens.weight") || strstr(name, "lm_head.weight")) {
+            spoil_but(data, bytes, rows, s->vocab);
+        } else if (ends_with(name, "q_b_proj.weight") || ends_with(name, "kv_b_proj.weight")) {
+            const uint32_t each = (uint32_t)rows / n_heads;
+            spoil_but(data, bytes, rows, (nbi_range){s->heads.first * each, s->heads.n * each});
+        } else if (strstr(name, "experts.gate_up_proj") || strstr(name, "experts.down_proj")) {
+            if (json_array_size(shape) < 3) continue; /* one scale for all */
+            spoil_but(data, bytes, rows, s->experts);
+        } else {
+            continue;
+        }
+        n++;
+    }
+    json_decref(all);
+    return n;
+}
+
+static uint32_t spoil_copy(const char *from, const char *to, const nbi_split *s, uint32_t n_heads)
+{
+    DIR *d = opendir(from);
+    uint32_t n = 0;
+    assert_non_null(d);
+    for (const struct dirent *e = readdir(d); e; e = readdir(d)) {
+        if (e->d_name[0] == '.' || strstr(e->d_name, ".npy")) continue;
+        FILE *f = fopen(scratch_path(from, e->d_name), "rb");
+        assert_non_null(f);
+        fseek(f, 0, SEEK_END);
+        const size_t bytes = (size_t)ftell(f);
+        uint8_t *file = malloc(bytes + 1);
+        rewind(f);
+        assert_int_equal(fread(file, 1, bytes, f), bytes);
+        fclose(f);
+        if (strstr(e->d_name, ".safetensors") && !strstr(e->d_name, ".json"))
+            n += spoil_file(file, s, n_heads);
+        scratch_write(to, e->d_name, file, bytes);
+        free(file);
+    }
+    closedir(d);
+    return n;
+}
+
+/* Every rank has a checkpoint of its own in which what the others have is full of NaN. */
+static void check_reads(const char *name, layout l, uint32_t least)
+{
+    char dir[512];
+    const char *const whole = dir;
+    snprintf(dir, sizeof dir, "%s/%s", GOLDEN, name);
+    int32_t ids[IDS_MAX];
+    const uint32_t n_ids = read_ids(dir, ids);
+    rank_run one[1], ranks[RANKS_MAX];
+    char *dirs[RANKS_MAX];
+    run_job(one, (layout){1, 1}, &whole, 1, ids, n_ids);
+    for (uint32_t r = 0; r < l.tp; r++) {
+        nbi_config c;
+        nbi_checkpoint *ckpt;
+        nbi_shard shard;
+        nbi_split s;
+        assert_int_equal(nbi_config_load(&c, dir, NULL), NB_OK);
+        assert_int_equal(nbi_checkpoint_open(&ckpt, dir, NULL), NB_OK);
+        assert_int_equal(nbi_shard_make(&shard, r, l.tp, l.ep, NULL), NB_OK);
+        assert_int_equal(nbi_split_make(&s, &shard, &c, ckpt, c.n_layers, NULL), NB_OK);
+        dirs[r] = scratch_make();
+        assert_true(spoil_copy(dir, dirs[r], &s, c.n_heads) >= least);
+        nbi_checkpoint_close(&ckpt);
+        nbi_config_free(&c);
+    }
+    run_job(ranks, l, (const char *const *)dirs, l.tp, ids, n_ids);
+    compare_job(ranks, l, one, dir);
+    for (uint32_t r = 0; r < l.tp; r++) scratch_remove(dirs[r]);
+    free_job(ranks, l.tp);
+    free_job(one, 1);
+}
+
+static void test_reads(void **state)
+{
+    (void)state;
+    check_reads("glm5-bf16", (layout){2, 2}, 20);
+    check_reads("glm52-mixed-compressed", (layout){4, 2}, 20);
+    check_reads("glm5-fused-bf16", (layout){4, 4}, 8);
+    check_reads("glm5-fused-nvfp4", (layout){2, 2}, 6);
+    check_reads("qwen3-tied-f32", (layout){2, 2}, 1);
+}
+
+/* ---------------------------------------------------------------- plans, refusals, failures */
+
+static void test_plan(void **state)
+{
+    (void)state;
+    static const layout layouts[] = {{1, 1}, {2, 1}, {4, 4}, {4, 2}};
+    const char *const dir = TINY;
+    int32_t ids[IDS_MAX];
+    rank_run ranks[RANKS_MAX];
+    uint64_t page = 0;
+    for (size_t i = 0; i < sizeof layouts / sizeof *layouts; i++) {
+        run_job(ranks, layouts[i], &dir, 1, ids, read_ids(dir, ids));
+        for (uint32_t r = 0; r < layouts[i].tp; r++) {
+            assert_int_equal(ranks[r].status, NB_OK);
+            const double planned = (double)ranks[r].planned, held = (double)ranks[r].weight_bytes;
+            if (!(planned > 0.9 * held && planned < 1.25 * held))
+                fail_msg("rank %u of %u: %.0f bytes planned, %.0f held", r, layouts[i].tp, planned,
+                         held);
+            if (!page) page = ranks[r].page_bytes;
+            assert_int_equal(ranks[r].page_bytes, page); /* latents are whole everywhere */
+        }
+        free_job(ranks, layouts[i].tp);
+    }
+    /* Key heads are split, and one is shared when there are fewer than ranks. */
+    const char *const gqa = GOLDEN "/qwen3-bf16";
+    static const uint64_t parts[] = {1, 2, 2};
+    for (uint32_t i = 0; i < 3; i++) {
+        run_job(ranks, (layout){1u << i, 1}, &gqa, 1, ids, read_ids(gqa, ids));
+        if (!i) page = ranks[0].page_bytes;
+        for (uint32_t r = 0; r < 1u << i; r++)
+            assert_int_equal(ranks[r].page_bytes * parts[i], page);
+        free_job(ranks, 1u << i);
+    }
+}
+
+/* A rank that cannot load leaves; the others end with a sentence. */
+static void test_a_rank_fails(void **state)
+{
+    (void)state;
+    char *broken = scratch_make();
+    const char *const dirs[2] = {TINY, broken};
+    int32_t ids[IDS_MAX];
+    rank_run ranks[2];
+    run_job(ranks, (layout){2, 1}, dirs, 2, ids, read_ids(TINY, ids));
+    assert_int_equal(ranks[0].status, NB_CLOSED);
+    assert_string_equal(ranks[0].err.text, "a rank is gone");
+    assert_int_equal(ranks[1].status, NB_NOT_FOUND);
+    free_job(ranks, 2);
+    scratch_remove(broken);
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_parts),        cmocka_unit_test(test_columns),
+        cmocka_unit_test(test_reads),        cmocka_unit_test(test_plan),
+        cmocka_unit_test(test_a_rank_fails), cmocka_unit_test(test_families),
+        cmocka_unit_test(test_embedded),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
