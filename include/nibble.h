@@ -104,7 +104,8 @@ typedef struct nb_engine_options {
     const char *cpu_level;   /* "auto", or a cap: "reference", "avx2", "avx512", "amx" */
     const char *activations; /* "weight-only" or "w4a4" (NVFP4 activations as the checkpoint's input
                                 scales say) */
-    const char *kv_dtype;    /* "auto" (f32 at level reference, else bf16), "bf16", "f32" */
+    const char *kv_dtype;    /* "auto" (f32 at level reference; else fp8_e4m3 if the checkpoint
+                                asks for FP8, else bf16), "bf16", "fp8_e4m3", "f32" */
     const char *attention;   /* "auto" or the name of an attention backend as other engines have
                                 them: refused when it cannot be meant on this device and model */
     const char *prefill_attention, *decode_attention; /* the same of one phase */

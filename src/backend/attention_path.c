@@ -175,27 +175,56 @@ nb_status nbi_attention_choose(const nbi_attention_names *n, const nbi_backend *
     return choose("--dsa-decode-backend", n->sparse_decode, true, b, c, err);
 }
 
-nb_status nbi_kv_dtype_parse(nbi_dtype *out, const char *name, nbi_cpu_level level, nb_error *err)
+nb_status nbi_kv_dtype_parse(nbi_dtype *out, const char *name, nb_error *err)
 {
-    static const char *const fp8[] = {"fp8", "fp8_e4m3", "fp8_e5m2", "fp8_ds_mla", "fp4_e2m1"};
-    if (!name || !strcmp(name, "auto")) {
-        *out = level == NBI_CPU_REFERENCE ? NBI_F32 : NBI_BF16;
+    static const struct {
+        const char *name;
+        nbi_dtype dtype;
+    } types[] = {{"auto", NBI_DTYPE_COUNT}, {"bf16", NBI_BF16},         {"bfloat16", NBI_BF16},
+                 {"f32", NBI_F32},          {"float32", NBI_F32},       {"fp8_e4m3", NBI_F8_E4M3},
+                 {"fp8", NBI_F8_E4M3},      {"fp8_ds_mla", NBI_F8_E4M3}};
+    static const struct {
+        const char *name, *why;
+    } others[] = {
+        {"fp8_e5m2", "two bits of mantissa lose too much and its range is not needed, since every "
+                     "128 values have a scale; use fp8_e4m3"},
+        {"fp4_e2m1", "the attention kernels read BF16, F32 and E4M3; use fp8_e4m3"},
+        {"int8", "the attention kernels read BF16, F32 and E4M3; use fp8_e4m3"},
+    };
+    for (size_t i = 0; i < sizeof types / sizeof *types; i++) {
+        if (name && strcmp(name, types[i].name) != 0) continue;
+        *out = types[i].dtype;
         return NB_OK;
     }
-    if (!strcmp(name, "bf16") || !strcmp(name, "bfloat16")) {
-        *out = NBI_BF16;
-        return NB_OK;
-    }
-    if (!strcmp(name, "f32") || !strcmp(name, "float32")) {
-        *out = NBI_F32;
-        return NB_OK;
-    }
-    for (size_t i = 0; i < sizeof fp8 / sizeof *fp8; i++) {
-        if (strcmp(name, fp8[i]) != 0) continue;
+    for (size_t i = 0; i < sizeof others / sizeof *others; i++)
+        if (!strcmp(name, others[i].name))
+            return nbi_fail(err, NB_UNSUPPORTED, "--kv-cache-dtype \"%s\": %s", name,
+                            others[i].why);
+    return nbi_fail(err, NB_INVALID,
+                    "--kv-cache-dtype \"%s\": expected auto, bf16, fp8_e4m3 (fp8) or f32", name);
+}
+
+nb_status nbi_kv_dtype_choose(nbi_dtype *out, const char *name, const nbi_kv_asked *asked,
+                              const nbi_backend *b, nb_error *err)
+{
+    const bool fp8 = asked->algo && !strcmp(asked->algo, "FP8");
+    nbi_dtype dtype;
+    NB_TRY(nbi_kv_dtype_parse(&dtype, name, err));
+    if (dtype == NBI_F8_E4M3 && !b->ops->kv_fp8)
         return nbi_fail(err, NB_UNSUPPORTED,
-                        "kv_dtype is \"%s\": the attention kernels read a BF16 or F32 cache only; "
-                        "use auto or bf16",
-                        name);
+                        "--kv-cache-dtype \"%s\" cannot run on %s: its attention kernels read a "
+                        "BF16 or F32 cache only; use auto or bf16",
+                        name, b->description);
+    if (dtype != NBI_DTYPE_COUNT) {
+        *out = dtype;
+        return NB_OK;
     }
-    return nbi_fail(err, NB_INVALID, "kv_dtype is \"%s\"; expected auto, bf16 or f32", name);
+    *out = fp8 && b->ops->kv_fp8 ? NBI_F8_E4M3 : NBI_BF16;
+    if (asked->level == NBI_CPU_REFERENCE) *out = NBI_F32;
+    if (asked->algo && asked->algo[0])
+        nbi_log(NB_LOG_INFO, "KV cache: the checkpoint asks for %s; %s is taken", asked->algo,
+                *out == NBI_F8_E4M3 ? "fp8_e4m3"
+                : *out == NBI_BF16  ? "bf16"
+                                    : "f32");
+    return NB_OK;
 }

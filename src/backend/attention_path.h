@@ -41,9 +41,20 @@ const char *const *nbi_attention_known(void);
 nb_status nbi_attention_choose(const nbi_attention_names *names, const nbi_backend *b,
                                const nbi_config *config, nb_error *err);
 
-/* Type of the cache by name: "auto" is F32 at level reference, else BF16. NB_INVALID for what is no
- * type; NB_UNSUPPORTED for those of other engines that are not here, with the reason. */
-nb_status nbi_kv_dtype_parse(nbi_dtype *out, const char *name, nbi_cpu_level level, nb_error *err);
+/* Type of the cache by name; NBI_DTYPE_COUNT for "auto" and NULL. NB_INVALID for what is no type;
+ * NB_UNSUPPORTED for those of other engines that are not here, with the reason. */
+nb_status nbi_kv_dtype_parse(nbi_dtype *out, const char *name, nb_error *err);
+
+/* What "auto" goes by. */
+typedef struct nbi_kv_asked {
+    const char *algo; /* the checkpoint's word (nbi_quant.kv_algo); NULL or "": none */
+    nbi_cpu_level level;
+} nbi_kv_asked;
+
+/* The same for an open backend. "auto" is F32 at level reference, which is exact; else E4M3 if the
+ * checkpoint asks for FP8, else BF16; a line in the log when the checkpoint asks. */
+nb_status nbi_kv_dtype_choose(nbi_dtype *out, const char *name, const nbi_kv_asked *asked,
+                              const nbi_backend *b, nb_error *err);
 
 #ifdef __cplusplus
 }

@@ -69,7 +69,7 @@ typedef struct nbi_batch {
 
 /* Cache of one layer. Position p of a sequence lies in page_table[s][p / 64], slot p % 64. */
 typedef struct nbi_kv_layer {
-    nbi_dtype dtype; /* F32 or BF16 */
+    nbi_dtype dtype; /* F32, BF16, or F8_E4M3: with scales, kv_shape.h */
     void *latent;    /* MLA: [pages][64][kv_lora + rope]; normed latent, then rotated rope key */
     void *k, *v;     /* GQA: [pages][n_kv_heads][64][head_dim], k rotated */
     void *index_k;   /* DSA, full-indexer layers: [pages][64][index_dim], normed and rotated */
@@ -362,6 +362,7 @@ typedef struct nbi_backend_ops {
     uint32_t version, size; /* 1, sizeof(nbi_backend_ops) */
     const char *name;       /* "cpu" */
     bool mla_expanded;      /* mla_attend knows the expanded form */
+    bool kv_fp8;            /* the cache may be F8_E4M3 */
     bool asynchronous;      /* calls return before the device has done them */
 
     nb_status (*open)(nbi_backend **out, const nbi_backend_options *opt, nb_error *err);

@@ -4,6 +4,7 @@
 #include <math.h>
 #include <string.h>
 
+#include "backend/kv_shape.h"
 #include "base/clock.h"
 
 #define MARKS   16384u /* of one step: two per launch */
@@ -162,9 +163,17 @@ static uint32_t cached(const nbi_batch *host, uint32_t s)
     return (uint32_t)(host->seq_len[s] - (host->seq_first[s + 1] - host->seq_first[s]));
 }
 
-static double value_bytes(const nbi_kv_layer *cache)
+/* Of a position. */
+static double latent_bytes(const nbi_kv_layer *cache, uint32_t kv_lora, uint32_t rope)
 {
-    return nbi_dtype_bits(cache->dtype) / 8.0;
+    const nbi_kv_shape s = nbi_kv_latent_shape(cache->dtype, kv_lora, rope);
+    return nbi_kv_position_bytes(&s);
+}
+
+static double head_bytes(const nbi_kv_layer *cache, uint32_t n_heads, uint32_t dim)
+{
+    const nbi_kv_shape s = nbi_kv_head_shape(cache->dtype, n_heads, dim);
+    return nbi_kv_position_bytes(&s);
 }
 
 static double weight_bytes(const nbi_weight *w)
@@ -200,7 +209,7 @@ static uint32_t norm_part(nbi_timing *t, const nbi_rmsnorm_args *a)
 static double mla_attend_bytes(const nbi_timing *t, const nbi_mla_attend_args *a)
 {
     return weight_bytes(a->kv_b) + selected_tokens(t, a->select, a->select_stride) *
-                                       (a->kv_lora + a->rope_dim) * value_bytes(a->cache);
+                                       latent_bytes(a->cache, a->kv_lora, a->rope_dim);
 }
 
 /* Operator `op` with arguments `a`; `part_of`, `bytes` and `called` are expressions of `t` and `a`.
@@ -222,16 +231,16 @@ TIMED(rmsnorm, RMSNORM, norm_part(t, a), sizeof(float) * (double)a->width, NULL)
 TIMED(linear, LINEAR, linear_part(t, a), weight_bytes(a->w), a->w->host.name)
 TIMED(swiglu, SWIGLU, t->linear_part, 0, NULL)
 TIMED(mla_append, MLA_APPEND, NBI_PART_KV_WRITE,
-      (double)t->n_rows *(a->kv_lora + a->rope_dim) * value_bytes(a->cache), NULL)
+      (double)t->n_rows *latent_bytes(a->cache, a->kv_lora, a->rope_dim), NULL)
 TIMED(mla_attend, MLA_ATTEND, NBI_PART_KV_READ, mla_attend_bytes(t, a), NULL)
 TIMED(gqa_append, GQA_APPEND, NBI_PART_KV_WRITE,
-      2.0 * t->n_rows * a->n_kv_heads * a->head_dim * value_bytes(a->cache), NULL)
+      2.0 * t->n_rows * head_bytes(a->cache, a->n_kv_heads, a->head_dim), NULL)
 TIMED(gqa_attend, GQA_ATTEND, NBI_PART_KV_READ,
-      2.0 * t->kv_tokens * a->n_kv_heads * a->head_dim * value_bytes(a->cache), NULL)
+      2.0 * t->kv_tokens * head_bytes(a->cache, a->n_kv_heads, a->head_dim), NULL)
 TIMED(index_append, INDEX_APPEND, NBI_PART_KV_WRITE,
-      (double)t->n_rows * a->index_dim * value_bytes(a->cache), NULL)
+      (double)t->n_rows *head_bytes(a->cache, 1, a->index_dim), NULL)
 TIMED(index_select, INDEX_SELECT, NBI_PART_KV_READ,
-      t->kv_tokens * a->index_dim * value_bytes(a->cache), NULL)
+      t->kv_tokens *head_bytes(a->cache, 1, a->index_dim), NULL)
 TIMED(index_reuse, INDEX_REUSE, NBI_PART_INDEXER, 0, NULL)
 TIMED(route, ROUTE, NBI_PART_ROUTER, 0, NULL)
 TIMED(gather, GATHER, NBI_PART_HEAD, 0, NULL)

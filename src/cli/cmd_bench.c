@@ -26,7 +26,7 @@ static const nbi_command command = {
 
 typedef struct args {
     nbi_bench_options bench;
-    const char *model, *cpu_level, *activations, *kv_dtype;
+    const char *model, *cpu_level, *activations;
     uint32_t tokens;
     bool json;
 } args;
@@ -144,8 +144,7 @@ static int settle(args *a, int n_operands, char **argv)
     a->bench.backend.w4a4 = !strcmp(a->activations, "w4a4");
     nb_error err;
     if (nbi_cpu_level_parse(&a->bench.backend.cpu_level, a->cpu_level, &err) != NB_OK ||
-        nbi_kv_dtype_parse(&a->bench.kv_dtype, a->kv_dtype, a->bench.backend.cpu_level, &err) !=
-            NB_OK)
+        nbi_kv_dtype_parse(&(nbi_dtype){NBI_BF16}, a->bench.kv_dtype, &err) != NB_OK)
         return nbi_cli_fail(&command, &err);
     return -1;
 }
@@ -153,10 +152,9 @@ static int settle(args *a, int n_operands, char **argv)
 int nbi_cmd_bench(int argc, char **argv)
 {
     if (argc > 1 && !strcmp(argv[1], "serve")) return nbi_cmd_bench_serve(argc - 1, argv + 1);
-    args a = {.bench = {.batch = 1, .chunk = 512, .repeat = 5, .seed = 1},
+    args a = {.bench = {.batch = 1, .chunk = 512, .repeat = 5, .seed = 1, .kv_dtype = "auto"},
               .cpu_level = "auto",
-              .activations = "weight-only",
-              .kv_dtype = "auto"};
+              .activations = "weight-only"};
     nbi_bench_options *b = &a.bench;
     const nbi_opt options[] = {
         {"model", NBI_OPT_STRING, &a.model, "DIR", "checkpoint in Hugging Face layout", true},
@@ -177,8 +175,10 @@ int nbi_cmd_bench(int argc, char **argv)
         {"activations", NBI_OPT_STRING, &a.activations, "KIND",
          "weight-only (default), or w4a4: NVFP4 activations\nas the checkpoint's input scales say",
          false},
-        {"kv-cache-dtype", NBI_OPT_STRING, &a.kv_dtype, "TYPE",
-         "auto (default: f32 at level reference, else bf16), bf16, f32", false},
+        {"kv-cache-dtype", NBI_OPT_STRING, &a.bench.kv_dtype, "TYPE",
+         "auto (default: fp8_e4m3 where the checkpoint asks for FP8,\nelse bf16; f32 at level "
+         "reference), bf16, fp8_e4m3, f32",
+         false},
         {"moe-runner-backend", NBI_OPT_STRING, &b->moe_runner, "NAME", "default auto", false},
         NBI_TUNE_OPTION_ROW(b->tune_file),
         NBI_ATTENTION_OPTION_ROWS(b->attention.backend, b->attention.prefill, b->attention.decode,

@@ -110,7 +110,7 @@ static nb_status open_all(check *c, nb_error *err)
 {
     nbi_backend_options bo = {.n_threads = c->threads, .w4a4 = !strcmp(c->activations, "w4a4")};
     NB_TRY(nbi_cpu_level_parse(&bo.cpu_level, c->cpu_level, err));
-    NB_TRY(nbi_kv_dtype_parse(&c->kv, c->kv_dtype, bo.cpu_level, err));
+    NB_TRY(nbi_kv_dtype_parse(&c->kv, c->kv_dtype, err));
     NB_TRY(find_model(c, err));
     NB_TRY(nbi_backend_open(&c->b, c->device, &bo, err));
     const nbi_model_options mo = {.dir = c->dir,
@@ -119,6 +119,8 @@ static nb_status open_all(check *c, nb_error *err)
                                   .attention = &c->attention,
                                   .verify_scales = true};
     NB_TRY(nbi_model_open(&c->model, c->b, &mo, err));
+    const nbi_kv_asked asked = {nbi_model_kv_algo(c->model), bo.cpu_level};
+    NB_TRY(nbi_kv_dtype_choose(&c->kv, c->kv_dtype, &asked, c->b, err));
     return nbi_model_reserve(c->model, ROWS, SEQS, 1, context_of(nbi_model_config(c->model)), err);
 }
 
@@ -284,7 +286,8 @@ int nbi_cmd_check(int argc, char **argv)
          "auto (default), or at most reference, avx2, avx512, amx", false},
         {"activations", NBI_OPT_STRING, &c.activations, "KIND", "weight-only (default), or w4a4",
          false},
-        {"kv-cache-dtype", NBI_OPT_STRING, &c.kv_dtype, "TYPE", "auto (default), bf16, f32", false},
+        {"kv-cache-dtype", NBI_OPT_STRING, &c.kv_dtype, "TYPE",
+         "auto (default), bf16, fp8_e4m3, f32", false},
         {"threads", NBI_OPT_U32, &c.threads, "N", "default: all cores this process may use", false},
         {"json", NBI_OPT_FLAG, &c.json, NULL, "one JSON object on stdout", false},
         {0},

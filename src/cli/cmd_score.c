@@ -157,7 +157,7 @@ static nb_status open_all(score *s, nb_error *err)
                               .disable_graphs = s->disable_graphs};
     nbi_dtype kv_dtype;
     NB_TRY(nbi_cpu_level_parse(&bo.cpu_level, s->cpu_level, err));
-    NB_TRY(nbi_kv_dtype_parse(&kv_dtype, s->kv_dtype, bo.cpu_level, err));
+    NB_TRY(nbi_kv_dtype_parse(&kv_dtype, s->kv_dtype, err));
     NB_TRY(nbi_backend_open(&s->backend, s->device, &bo, err));
     nbi_model_options mo = {.dir = s->model_dir,
                             .attention = &s->attention,
@@ -165,6 +165,8 @@ static nb_status open_all(score *s, nb_error *err)
                             .tune_file = nbi_tune_place(s->tune_file),
                             .verify_scales = true};
     NB_TRY(nbi_model_open(&s->model, s->backend, &mo, err));
+    const nbi_kv_asked asked = {nbi_model_kv_algo(s->model), bo.cpu_level};
+    NB_TRY(nbi_kv_dtype_choose(&kv_dtype, s->kv_dtype, &asked, s->backend, err));
     NB_TRY(check_ids(s, err));
     uint32_t pages = (s->seqs.longest + NBI_PAGE_TOKENS - 1) / NBI_PAGE_TOKENS;
     const nbi_config *c = nbi_model_config(s->model);
@@ -270,7 +272,9 @@ int nbi_cmd_score(int argc, char **argv)
          "weight-only (default), or w4a4: NVFP4 activations\nas the checkpoint's input scales say",
          false},
         {"kv-cache-dtype", NBI_OPT_STRING, &s.kv_dtype, "TYPE",
-         "auto (default: f32 at level reference, else bf16), bf16, f32", false},
+         "auto (default: fp8_e4m3 where the checkpoint asks for FP8,\nelse bf16; f32 at level "
+         "reference), bf16, fp8_e4m3, f32",
+         false},
         {"moe-runner-backend", NBI_OPT_STRING, &s.runner, "NAME", "default auto", false},
         NBI_TUNE_OPTION_ROW(s.tune_file),
         NBI_ATTENTION_OPTION_ROWS(s.attention.backend, s.attention.prefill, s.attention.decode,

@@ -41,7 +41,6 @@ static nb_status open_all(tune *t, nb_error *err)
 {
     nbi_backend_options bo = {.n_threads = t->threads, .w4a4 = !strcmp(t->activations, "w4a4")};
     NB_TRY(nbi_cpu_level_parse(&bo.cpu_level, t->cpu_level, err));
-    NB_TRY(nbi_kv_dtype_parse(&t->kv, "auto", bo.cpu_level, err));
     if (!t->dir) {
         NB_TRY(nbi_default_model(&t->found, err));
         t->dir = t->found;
@@ -49,6 +48,8 @@ static nb_status open_all(tune *t, nb_error *err)
     NB_TRY(nbi_backend_open(&t->b, t->device, &bo, err));
     const nbi_model_options mo = {.dir = t->dir, .moe_runner = "auto", .verify_scales = true};
     NB_TRY(nbi_model_open(&t->model, t->b, &mo, err));
+    const nbi_kv_asked asked = {nbi_model_kv_algo(t->model), bo.cpu_level};
+    NB_TRY(nbi_kv_dtype_choose(&t->kv, "auto", &asked, t->b, err));
     const nbi_config *c = nbi_model_config(t->model);
     t->context = CONTEXT < c->max_positions ? CONTEXT : c->max_positions;
     return nbi_model_reserve(t->model, ROWS, SEQS, 1, t->context, err);

@@ -65,7 +65,8 @@ typedef struct nbi_run_options {
          NBI_OPT_STRING,                                                                           \
          &(o)->engine.kv_dtype,                                                                    \
          "TYPE",                                                                                   \
-         "auto (default), bf16, f32",                                                              \
+         "auto (default: fp8_e4m3 where the checkpoint asks for FP8,\nelse bf16), bf16, "          \
+         "fp8_e4m3, f32",                                                                          \
          false},                                                                                   \
         {"threads",                                                                                \
          NBI_OPT_U32,                                                                              \

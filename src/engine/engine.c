@@ -117,14 +117,17 @@ static nb_status parse_activations(bool *w4a4, const char *name, nb_error *err)
 
 /* ---------------------------------------------------------------- open */
 
-static nb_status open_backend(nb_engine *e, nbi_dtype *kv_dtype, nb_error *err)
+static nb_status open_backend(nb_engine *e, nbi_kv_asked *asked, nb_error *err)
 {
+    nbi_dtype kv_dtype;
     nbi_backend_options bo = {.n_threads = e->options.n_threads,
                               .disable_graphs = e->options.disable_cuda_graph};
     NB_TRY(nbi_cpu_level_parse(&bo.cpu_level, e->options.cpu_level, err));
     NB_TRY(parse_activations(&bo.w4a4, e->options.activations, err));
-    NB_TRY(nbi_kv_dtype_parse(kv_dtype, e->options.kv_dtype, bo.cpu_level, err));
-    return nbi_backend_open(&e->backend, e->options.device, &bo, err);
+    NB_TRY(nbi_kv_dtype_parse(&kv_dtype, e->options.kv_dtype, err)); /* before weights are read */
+    NB_TRY(nbi_backend_open(&e->backend, e->options.device, &bo, err));
+    asked->level = bo.cpu_level;
+    return nbi_kv_dtype_choose(&kv_dtype, e->options.kv_dtype, asked, e->backend, err);
 }
 
 /* Drafting is asked for by name; a checkpoint without an MTP layer serves without it. */
@@ -256,10 +259,13 @@ static nb_status check_kernels(nb_engine *e, nbi_dtype kv_dtype, nb_error *err)
 
 static nb_status open_parts(nb_engine *e, const nb_engine_options *o, nb_error *err)
 {
+    nbi_kv_asked asked = {0};
     nbi_dtype kv_dtype;
     NB_TRY(copy_options(e, o, err));
-    NB_TRY(open_backend(e, &kv_dtype, err));
+    NB_TRY(open_backend(e, &asked, err));
     NB_TRY(open_model(e, err));
+    asked.algo = nbi_model_kv_algo(e->model);
+    NB_TRY(nbi_kv_dtype_choose(&kv_dtype, e->options.kv_dtype, &asked, e->backend, err));
     NB_TRY(open_tokenizer(e, err));
     NB_TRY(nbi_engine_reserve(e, kv_dtype, err));
     NB_TRY(nbi_profile_init(e, err));

@@ -4,8 +4,8 @@
 #include <stdio.h>
 #include <string.h>
 
+#include "backend/kv_shape.h"
 #include "base/clock.h"
-#include "base/numfmt.h"
 #include "model/gate_parts.h"
 
 #define CHUNK      70u /* tokens of a first prompt: more than a page */
@@ -24,6 +24,7 @@ typedef struct attention {
     uint32_t q_width, v_width, k_width; /* of a head of q; of a head of the output; of kv's row */
     uint32_t n_pages, rows, stride, n_seqs;
     nbi_kv_layer kv;
+    nbi_kv_shape latent_shape, head_shape, index_shape;
     nbi_gate_buffer latent, k_part, v_part, index_part; /* the cache's parts */
     nbi_gate_buffer q, kv_in, v_in, out, index_q, index_k, index_w, select, cosines, sines;
     float *raw_q, *raw_kv, *raw_v, *raw_index_k; /* before the operators */
@@ -34,6 +35,7 @@ typedef struct attention {
     double *scores; /* [n_pages * 64] */
     double *values; /* scratch of one row and head */
     float *row;     /* [kv_lora] of kv_b */
+    float *vector;  /* one of the cache */
     void *block;
 } attention;
 
@@ -44,15 +46,18 @@ static nb_status open_device(attention *a, nb_error *err)
     nbi_gate *g = a->g;
     const nbi_config *c = a->c;
     const size_t T = a->rows, f = sizeof(float);
-    const size_t unit = (size_t)a->n_pages * NBI_PAGE_TOKENS * nbi_dtype_bits(g->opt->kv_dtype) / 8;
+    const size_t pages = a->n_pages;
+    a->latent_shape = nbi_kv_latent_shape(g->opt->kv_dtype, c->kv_lora, c->rope_dim);
+    a->head_shape = nbi_kv_head_shape(g->opt->kv_dtype, c->n_kv_heads, c->head_dim);
+    a->index_shape = nbi_kv_head_shape(g->opt->kv_dtype, 1, c->index_dim);
     const struct {
         nbi_gate_buffer *at;
         size_t bytes;
     } parts[] = {
-        {&a->latent, a->mla ? unit * (c->kv_lora + c->rope_dim) : 0},
-        {&a->k_part, a->mla ? 0 : unit * c->n_kv_heads * c->head_dim},
-        {&a->v_part, a->mla ? 0 : unit * c->n_kv_heads * c->head_dim},
-        {&a->index_part, a->sparse ? unit * c->index_dim : 0},
+        {&a->latent, a->mla ? pages * a->latent_shape.page : 0},
+        {&a->k_part, a->mla ? 0 : pages * a->head_shape.page},
+        {&a->v_part, a->mla ? 0 : pages * a->head_shape.page},
+        {&a->index_part, a->sparse ? pages * a->index_shape.page : 0},
         {&a->q, T * c->n_heads * a->q_width * f},
         {&a->kv_in, T * a->k_width * f},
         {&a->v_in, a->mla ? 0 : T * a->k_width * f},
@@ -101,7 +106,8 @@ static nb_status open_host(attention *a, nb_error *err)
                  {&a->scores, n * sizeof(double)},
                  {&a->values, (2 * (size_t)a->k_width + a->q_width + a->v_width + c->index_dim) *
                                   sizeof(double)},
-                 {&a->row, ((size_t)c->kv_lora + 1) * f}};
+                 {&a->row, ((size_t)c->kv_lora + 1) * f},
+                 {&a->vector, ((size_t)a->k_width + c->index_dim) * f}};
     nbi_plan plan = {0};
     for (size_t i = 0; i < sizeof parts / sizeof *parts; i++) nbi_plan_add(&plan, parts[i].bytes);
     a->block = nbi_calloc(1, plan.bytes);
@@ -333,24 +339,14 @@ static nb_status time_attention(attention *a, double *seconds, nb_error *err)
 
 /* ---------------------------------------------------------------- the same in double */
 
-static size_t slot_of(const attention *a, uint32_t row, uint32_t pos)
+/* What the cache holds of a position in the sequence of a row; until the next call. */
+static const float *cached(const attention *a, const nbi_gate_buffer *part,
+                           const nbi_kv_shape *shape, uint32_t row, uint32_t pos, uint32_t head)
 {
     const int32_t *pages = a->batch.page_table + (size_t)a->seq[row] * a->stride;
-    return (size_t)pages[pos / NBI_PAGE_TOKENS] * NBI_PAGE_TOKENS + pos % NBI_PAGE_TOKENS;
-}
-
-static float cache_at(const attention *a, const nbi_gate_buffer *part, size_t i)
-{
-    if (a->kv.dtype == NBI_F32) return ((const float *)part->host)[i];
-    return nbi_bf16_f32(((const uint16_t *)part->host)[i]);
-}
-
-/* Place of a kv head's value 0 of a position. */
-static size_t head_at(const attention *a, size_t slot, uint32_t kv_head)
-{
-    return ((slot / NBI_PAGE_TOKENS * a->c->n_kv_heads + kv_head) * NBI_PAGE_TOKENS +
-            slot % NBI_PAGE_TOKENS) *
-           a->c->head_dim;
+    nbi_kv_read(shape, part->host, (size_t)pages[pos / NBI_PAGE_TOKENS], head,
+                pos % NBI_PAGE_TOKENS, a->vector);
+    return a->vector;
 }
 
 static void rotate(const attention *a, double *x, uint32_t pos, bool interleaved)
@@ -374,18 +370,28 @@ static void norm(double *x, uint32_t n, const float *weight, double eps)
     for (uint32_t i = 0; i < n; i++) x[i] = x[i] / sqrt(sum / n + eps) * (double)weight[i];
 }
 
-static double compare_cache(const attention *a, const nbi_gate_buffer *part, size_t at,
-                            const double *want, uint32_t n)
+/* How far a code may lie off: half a unit of four bits, or of the smallest codes. Others: 0. */
+static double code_slack(const nbi_kv_shape *shape, const double *want, uint32_t i)
+{
+    if (i >= shape->coded) return 0;
+    const uint32_t first = i / NBI_KV_GROUP * NBI_KV_GROUP;
+    double most = 0;
+    for (uint32_t j = first; j < shape->coded && j < first + NBI_KV_GROUP; j++)
+        most = fmax(most, fabs(want[j]));
+    return fabs(want[i]) / 16 + most / (448 * 512.0);
+}
+
+static double compare_cache(const float *got, const nbi_kv_shape *shape, const double *want)
 {
     double most = 0, square = 0;
-    for (uint32_t i = 0; i < n; i++) {
-        const double d = fabs((double)cache_at(a, part, at + i) - want[i]);
+    for (uint32_t i = 0; i < shape->width; i++) {
+        const double d = fabs((double)got[i] - want[i]);
         if (!isfinite(d)) return INFINITY;
-        most = fmax(most, d);
+        most = fmax(most, d - code_slack(shape, want, i));
         square += want[i] * want[i];
     }
     if (most == 0) return 0;
-    return square > 0 ? most / sqrt(square / n) : (double)INFINITY;
+    return square > 0 ? most / sqrt(square / shape->width) : (double)INFINITY;
 }
 
 /* q of a row and head, normed and rotated: what the operators leave of it is not defined. */
@@ -407,7 +413,7 @@ static double append_error_mla(const attention *a, uint32_t t, double *w)
     for (uint32_t i = 0; i < a->k_width; i++) w[i] = (double)kv[i];
     norm(w, c->kv_lora, a->norm_a, (double)c->latent_norm_eps);
     rotate(a, w + c->kv_lora, pos, c->rope.interleaved);
-    return compare_cache(a, &a->latent, slot_of(a, t, pos) * a->k_width, w, a->k_width);
+    return compare_cache(cached(a, &a->latent, &a->latent_shape, t, pos, 0), &a->latent_shape, w);
 }
 
 static double append_error_gqa(const attention *a, uint32_t t, uint32_t h, double *w)
@@ -416,13 +422,13 @@ static double append_error_gqa(const attention *a, uint32_t t, uint32_t h, doubl
     const uint32_t d = c->head_dim, kv = h / (c->n_heads / c->n_kv_heads),
                    pos = (uint32_t)a->pos[t];
     const size_t k_at = (size_t)t * a->k_width + kv * d;
-    const size_t at = head_at(a, slot_of(a, t, pos), kv);
+    const nbi_kv_shape *shape = &a->head_shape;
     for (uint32_t i = 0; i < d; i++) w[i] = (double)a->raw_v[k_at + i];
-    double e = compare_cache(a, &a->v_part, at, w, d);
+    double e = compare_cache(cached(a, &a->v_part, shape, t, pos, kv), shape, w);
     for (uint32_t i = 0; i < d; i++) w[i] = (double)a->raw_kv[k_at + i];
     if (a->layer->gqa.k_norm) norm(w, d, a->norm_b, (double)c->norm_eps);
     rotate(a, w, pos, c->rope.interleaved);
-    return fmax(e, compare_cache(a, &a->k_part, at, w, d));
+    return fmax(e, compare_cache(cached(a, &a->k_part, shape, t, pos, kv), shape, w));
 }
 
 static double index_append_error(const attention *a, uint32_t t, double *w)
@@ -439,7 +445,7 @@ static double index_append_error(const attention *a, uint32_t t, double *w)
         w[i] = w[i] / sqrt(square + (double)c->index_norm_eps) * (double)a->index_norm[i] +
                (double)a->index_bias[i];
     rotate(a, w, pos, c->index_interleaved);
-    return compare_cache(a, &a->index_part, slot_of(a, t, pos) * d, w, d);
+    return compare_cache(cached(a, &a->index_part, &a->index_shape, t, pos, 0), &a->index_shape, w);
 }
 
 /* How far a position that was left out lies above one that was chosen, in root mean squares of the
@@ -459,9 +465,8 @@ static double select_error(const attention *a, uint32_t t, double *w)
         rotate(a, w, (uint32_t)a->pos[t], c->index_interleaved);
         for (uint32_t s = 0; s < n; s++) {
             double dot = 0;
-            const size_t at = slot_of(a, t, s) * d;
-            for (uint32_t i = 0; i < d; i++)
-                dot += w[i] * (double)cache_at(a, &a->index_part, at + i);
+            const float *key = cached(a, &a->index_part, &a->index_shape, t, s, 0);
+            for (uint32_t i = 0; i < d; i++) dot += w[i] * (double)key[i];
             if (dot > 0) a->scores[s] += (double)weight[h] * dot / sqrt((double)d * c->index_heads);
         }
     }
@@ -511,19 +516,18 @@ static double attend_error_mla(const attention *a, uint32_t t, uint32_t h, doubl
         for (uint32_t l = 0; l < c->kv_lora; l++) ql[l] += q[i] * (double)a->row[l];
     }
     for (int32_t p; (p = position(a, t, n)) >= 0; n++) {
-        const size_t base = slot_of(a, t, (uint32_t)p) * a->k_width;
+        const float *latent = cached(a, &a->latent, &a->latent_shape, t, (uint32_t)p, 0);
         double s = 0;
-        for (uint32_t l = 0; l < c->kv_lora; l++)
-            s += ql[l] * (double)cache_at(a, &a->latent, base + l);
+        for (uint32_t l = 0; l < c->kv_lora; l++) s += ql[l] * (double)latent[l];
         for (uint32_t i = 0; i < c->rope_dim; i++)
-            s += q[c->nope_dim + i] * (double)cache_at(a, &a->latent, base + c->kv_lora + i);
+            s += q[c->nope_dim + i] * (double)latent[c->kv_lora + i];
         a->scores[n] = s * (double)c->softmax_scale;
     }
     softmax(a->scores, n);
     for (uint32_t i = 0; i < n; i++) {
-        const size_t base = slot_of(a, t, (uint32_t)position(a, t, i)) * a->k_width;
-        for (uint32_t l = 0; l < c->kv_lora; l++)
-            ol[l] += a->scores[i] * (double)cache_at(a, &a->latent, base + l);
+        const uint32_t p = (uint32_t)position(a, t, i);
+        const float *latent = cached(a, &a->latent, &a->latent_shape, t, p, 0);
+        for (uint32_t l = 0; l < c->kv_lora; l++) ol[l] += a->scores[i] * (double)latent[l];
     }
     for (uint32_t i = 0; i < c->v_dim; i++) {
         nbi_matrix_row(kv_b, h * (c->nope_dim + c->v_dim) + c->nope_dim + i, a->row);
@@ -541,17 +545,16 @@ static double attend_error_gqa(const attention *a, uint32_t t, uint32_t h, doubl
     const size_t at = ((size_t)t * c->n_heads + h) * d;
     const double *q = rotated_q(a, t, h, out + d);
     for (uint32_t p = 0; p < n; p++) {
-        const size_t base = head_at(a, slot_of(a, t, p), kv);
+        const float *k = cached(a, &a->k_part, &a->head_shape, t, p, kv);
         double s = 0;
-        for (uint32_t i = 0; i < d; i++) s += q[i] * (double)cache_at(a, &a->k_part, base + i);
+        for (uint32_t i = 0; i < d; i++) s += q[i] * (double)k[i];
         a->scores[p] = s * (double)c->softmax_scale;
     }
     softmax(a->scores, n);
     memset(out, 0, d * sizeof *out);
     for (uint32_t p = 0; p < n; p++) {
-        const size_t base = head_at(a, slot_of(a, t, p), kv);
-        for (uint32_t i = 0; i < d; i++)
-            out[i] += a->scores[p] * (double)cache_at(a, &a->v_part, base + i);
+        const float *v = cached(a, &a->v_part, &a->head_shape, t, p, kv);
+        for (uint32_t i = 0; i < d; i++) out[i] += a->scores[p] * (double)v[i];
     }
     return nbi_gate_error((const float *)a->out.host + at, out, d);
 }
@@ -623,12 +626,11 @@ static nb_status prompt(attention *a, uint32_t seq, uint32_t end, double *error,
 
 static uint64_t bytes_read(const attention *a, const uint32_t *len)
 {
-    const nbi_config *c = a->c;
-    const uint32_t values = a->mla ? c->kv_lora + c->rope_dim : 2 * c->n_kv_heads * c->head_dim;
     uint64_t positions = 0;
     for (uint32_t s = 0; s < a->n_seqs; s++)
-        positions += selects(a) ? nbi_gate_least(len[s], c->index_topk) : len[s];
-    uint64_t bytes = positions * values * nbi_dtype_bits(a->kv.dtype) / 8;
+        positions += selects(a) ? nbi_gate_least(len[s], a->c->index_topk) : len[s];
+    uint64_t bytes = positions * (a->mla ? nbi_kv_position_bytes(&a->latent_shape)
+                                         : 2 * nbi_kv_position_bytes(&a->head_shape));
     return bytes + (a->mla ? nbi_matrix_bytes(&a->layer->mla.kv_b->host) : 0);
 }
 

@@ -1,18 +1,22 @@
 /* KV cache memory: one block, carved per layer. Page = 64 tokens over all layers. */
+#include "backend/kv_shape.h"
 #include "model/layer.h"
 
-static size_t dtype_bytes(nbi_dtype dtype)
-{
-    return nbi_dtype_bits(dtype) / 8;
-}
+/* Parts of one layer's cache; bytes of a page, 0: the layer has none. */
+typedef struct layer_parts {
+    size_t latent, heads, index; /* heads: keys; as many values */
+} layer_parts;
 
-/* Values of one token in one layer: cache proper, and indexer key where the layer owns an indexer.
- */
-static size_t layer_values(const nbi_config *c, uint32_t layer, size_t *index)
+static layer_parts parts_of(const nbi_config *c, uint32_t layer, nbi_dtype dtype)
 {
-    *index = c->has_indexer && c->layer_full_indexer[layer] ? c->index_dim : 0;
-    if (c->attention == NBI_ATTENTION_MLA) return (size_t)c->kv_lora + c->rope_dim;
-    return 2 * (size_t)c->n_kv_heads * c->head_dim;
+    layer_parts p = {0};
+    if (c->attention == NBI_ATTENTION_MLA)
+        p.latent = nbi_kv_latent_shape(dtype, c->kv_lora, c->rope_dim).page;
+    else
+        p.heads = nbi_kv_head_shape(dtype, c->n_kv_heads, c->head_dim).page;
+    if (c->has_indexer && c->layer_full_indexer[layer])
+        p.index = nbi_kv_head_shape(dtype, 1, c->index_dim).page;
+    return p;
 }
 
 static uint32_t layer_count(const nbi_config *c)
@@ -22,34 +26,32 @@ static uint32_t layer_count(const nbi_config *c)
 
 size_t nbi_kv_page_bytes(const nbi_config *c, nbi_dtype dtype)
 {
-    size_t values = 0;
+    size_t bytes = 0;
     for (uint32_t l = 0; l < layer_count(c); l++) {
-        size_t index;
-        values += layer_values(c, l, &index);
-        values += index;
+        const layer_parts p = parts_of(c, l, dtype);
+        bytes += p.latent + 2 * p.heads + p.index;
     }
-    return values * NBI_PAGE_TOKENS * dtype_bytes(dtype);
+    return bytes;
 }
 
 /* Sizes with base NULL, lays out otherwise: the same walk for both. */
 static size_t carve(nbi_kv *kv, const nbi_config *c, char *base)
 {
     nbi_plan plan = {0};
-    size_t unit = dtype_bytes(kv->dtype) * NBI_PAGE_TOKENS * kv->n_pages;
     for (uint32_t l = 0; l < layer_count(c); l++) {
-        size_t index, values = layer_values(c, l, &index);
-        size_t at = nbi_plan_add(&plan, values * unit);
-        size_t at_index = index ? nbi_plan_add(&plan, index * unit) : 0;
+        const layer_parts p = parts_of(c, l, kv->dtype);
+        const size_t at = nbi_plan_add(&plan, (p.latent + 2 * p.heads) * kv->n_pages);
+        const size_t at_index = p.index ? nbi_plan_add(&plan, p.index * kv->n_pages) : 0;
         if (!base) continue;
         nbi_kv_layer *layer = &kv->layers[l];
         layer->dtype = kv->dtype;
-        if (c->attention == NBI_ATTENTION_MLA) {
+        if (p.latent) {
             layer->latent = base + at;
         } else {
             layer->k = base + at;
-            layer->v = base + at + values / 2 * unit;
+            layer->v = base + at + p.heads * kv->n_pages;
         }
-        if (index) layer->index_k = base + at_index;
+        if (p.index) layer->index_k = base + at_index;
     }
     return plan.bytes;
 }
@@ -90,13 +92,12 @@ static void copy_page(nbi_backend *b, void *buffer, size_t page_bytes, int32_t f
 
 void nbi_kv_copy_page(nbi_kv *kv, nbi_backend *b, const nbi_config *c, int32_t from, int32_t to)
 {
-    const size_t unit = dtype_bytes(kv->dtype) * NBI_PAGE_TOKENS;
     for (uint32_t l = 0; l < kv->n_layers; l++) {
         const nbi_kv_layer *layer = &kv->layers[l];
-        size_t index, values = layer_values(c, l, &index);
-        copy_page(b, layer->latent, values * unit, from, to);
-        copy_page(b, layer->k, values / 2 * unit, from, to);
-        copy_page(b, layer->v, values / 2 * unit, from, to);
-        copy_page(b, layer->index_k, index * unit, from, to);
+        const layer_parts p = parts_of(c, l, kv->dtype);
+        copy_page(b, layer->latent, p.latent, from, to);
+        copy_page(b, layer->k, p.heads, from, to);
+        copy_page(b, layer->v, p.heads, from, to);
+        copy_page(b, layer->index_k, p.index, from, to);
     }
 }

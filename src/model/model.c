@@ -3,6 +3,7 @@
 #include <stdio.h>
 #include <string.h>
 
+#include "backend/kv_shape.h"
 #include "base/log.h"
 #include "model/layer.h"
 
@@ -205,6 +206,11 @@ const char *nbi_model_moe_source(const nbi_model *m)
     return m->moe_source ? m->moe_source : "rule";
 }
 
+const char *nbi_model_kv_algo(const nbi_model *m)
+{
+    return m->quant.kv_algo;
+}
+
 bool nbi_model_can_draft(const nbi_model *m)
 {
     return m->can_draft;
@@ -216,18 +222,21 @@ uint64_t nbi_model_weight_bytes(const nbi_model *m)
 }
 
 /* Cache bytes that one sequence of `context` tokens reads in a decode step. */
-static uint64_t cache_read_bytes(const nbi_config *c, uint32_t context, uint32_t value_bytes)
+static uint64_t cache_read_bytes(const nbi_config *c, uint32_t context, nbi_dtype dtype)
 {
+    const nbi_kv_shape heads = nbi_kv_head_shape(dtype, c->n_kv_heads, c->head_dim);
+    const nbi_kv_shape latent = nbi_kv_latent_shape(dtype, c->kv_lora, c->rope_dim);
+    const nbi_kv_shape index = nbi_kv_head_shape(dtype, 1, c->index_dim);
     uint64_t bytes = 0;
     for (uint32_t l = 0; l < c->n_layers; l++) {
         if (c->attention == NBI_ATTENTION_GQA) {
-            bytes += 2ull * c->n_kv_heads * c->head_dim * context * value_bytes;
+            bytes += 2ull * nbi_kv_position_bytes(&heads) * context;
             continue;
         }
         uint32_t attended = c->has_indexer && c->index_topk < context ? c->index_topk : context;
-        bytes += (uint64_t)(c->kv_lora + c->rope_dim) * attended * value_bytes;
+        bytes += (uint64_t)nbi_kv_position_bytes(&latent) * attended;
         bool scores = c->has_indexer && c->layer_full_indexer[l] && context > c->index_topk;
-        if (scores) bytes += (uint64_t)c->index_dim * context * value_bytes;
+        if (scores) bytes += (uint64_t)nbi_kv_position_bytes(&index) * context;
     }
     return bytes;
 }
@@ -253,8 +262,8 @@ uint64_t nbi_model_step_bytes(const nbi_model *m, uint32_t n_rows, uint32_t n_se
                               nbi_dtype kv_dtype)
 {
     if (!n_seqs) return 0;
-    const uint32_t each = (uint32_t)(cached / n_seqs), value = nbi_dtype_bits(kv_dtype) / 8;
-    return (uint64_t)weights_read(m, n_rows) + n_seqs * cache_read_bytes(&m->local, each, value);
+    const uint32_t each = (uint32_t)(cached / n_seqs);
+    return (uint64_t)weights_read(m, n_rows) + n_seqs * cache_read_bytes(&m->local, each, kv_dtype);
 }
 
 uint64_t nbi_model_token_macs(const nbi_model *m)

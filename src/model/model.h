@@ -120,6 +120,8 @@ void nbi_model_read_logits(const nbi_model *model, float *out, const float *logi
  * Where the configuration shares index lists between draft steps, a row of a pass with `from_draft`
  * attends to the positions that row list_rows[i] of the last pass without it has chosen, and leaves
  * no index key: drafts that turn out right pass by again. */
+/* What the checkpoint asks the cache to be: "FP8", ...; "" when it does not say. */
+const char *nbi_model_kv_algo(const nbi_model *m);
 bool nbi_model_can_draft(const nbi_model *model);
 nb_status nbi_model_draft(nbi_model *model, nbi_kv *kv, const nbi_batch *batch, bool from_draft,
                           float **logits, nb_error *err);

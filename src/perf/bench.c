@@ -27,6 +27,7 @@ typedef struct bench {
     double *ms, *rate, *timed_ms; /* [repeat] */
     nbi_timing *timing;           /* NULL: no breakdown */
     bool timed;                   /* steps are */
+    nbi_dtype kv_dtype;
     uint64_t random;
 } bench;
 
@@ -96,6 +97,8 @@ static nb_status open_all(bench *b, nb_error *err)
                                   .tune_file = o->tune_file,
                                   .verify_scales = true};
     NB_TRY(nbi_model_open(&b->model, b->b, &mo, err));
+    const nbi_kv_asked asked = {nbi_model_kv_algo(b->model), o->backend.cpu_level};
+    NB_TRY(nbi_kv_dtype_choose(&b->kv_dtype, o->kv_dtype, &asked, b->b, err));
     const nbi_config *c = nbi_model_config(b->model);
     const uint64_t length = longest(o);
     if (length > c->max_positions)
@@ -106,7 +109,7 @@ static nb_status open_all(bench *b, nb_error *err)
     b->max_rows = o->chunk > o->batch ? o->chunk : o->batch;
     b->pages_per_seq = (uint32_t)((length + NBI_PAGE_TOKENS - 1) / NBI_PAGE_TOKENS);
     NB_TRY(nbi_model_reserve(b->model, b->max_rows, o->batch, o->batch, (uint32_t)length, err));
-    NB_TRY(nbi_kv_create(&b->kv, b->b, nbi_model_local(b->model), o->kv_dtype,
+    NB_TRY(nbi_kv_create(&b->kv, b->b, nbi_model_local(b->model), b->kv_dtype,
                          o->batch * b->pages_per_seq, err));
     b->block = nbi_calloc(1, carve(b, NULL));
     b->ms = nbi_calloc(3 * (size_t)o->repeat, sizeof *b->ms);
@@ -238,13 +241,13 @@ static uint64_t bytes_per_token(const bench *b)
 {
     const nbi_bench_options *o = b->opt;
     if (!o->prefill)
-        return nbi_model_token_bytes(b->model, o->batch, o->context + o->tokens / 2, o->kv_dtype) /
+        return nbi_model_token_bytes(b->model, o->batch, o->context + o->tokens / 2, b->kv_dtype) /
                o->batch;
     const uint32_t rows = o->tokens < o->chunk ? o->tokens : o->chunk;
     NB_ASSERT(rows > 0); /* check_options() */
     /* The cache is read once per chunk, not once per row: left out, it is small beside the weights.
      */
-    return nbi_model_token_bytes(b->model, rows, 0, o->kv_dtype) / rows;
+    return nbi_model_token_bytes(b->model, rows, 0, b->kv_dtype) / rows;
 }
 
 /* The head runs for one row of every prompt chunk. */

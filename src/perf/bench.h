@@ -16,15 +16,15 @@ typedef struct nbi_bench_options {
     const char *tune_file;  /* as nbi_model_options has it */
     nbi_attention_names attention;
     nbi_backend_options backend;
-    nbi_dtype kv_dtype;
-    bool prefill;     /* else decode */
-    uint32_t batch;   /* decode: sequences together; prefill: prompts together */
-    uint32_t context; /* tokens in the cache of every sequence before the measured steps */
-    uint32_t tokens;  /* decode: steps of a repeat; prefill: tokens of a prompt */
-    uint32_t chunk;   /* prefill and filling: rows of a step */
-    uint32_t repeat;  /* >= 1 */
-    uint64_t seed;    /* of the token ids: random and fresh each step, so that routing spreads */
-    bool breakdown;   /* a timed repeat behind every other one: where a step's time goes */
+    const char *kv_dtype; /* as --kv-cache-dtype */
+    bool prefill;         /* else decode */
+    uint32_t batch;       /* decode: sequences together; prefill: prompts together */
+    uint32_t context;     /* tokens in the cache of every sequence before the measured steps */
+    uint32_t tokens;      /* decode: steps of a repeat; prefill: tokens of a prompt */
+    uint32_t chunk;       /* prefill and filling: rows of a step */
+    uint32_t repeat;      /* >= 1 */
+    uint64_t seed;  /* of the token ids: random and fresh each step, so that routing spreads */
+    bool breakdown; /* a timed repeat behind every other one: where a step's time goes */
     const char
         *trace; /* file for the events of the last timed repeat; NULL: none. With breakdown */
 } nbi_bench_options;

@@ -8,10 +8,10 @@
 #include <stdio.h>
 #include <string.h>
 
+#include "backend/kv_shape.h"
 #include "tensor/matrix.h"
 
 #define BF16_BYTES    2.0
-#define LATENT_BLOCK  128u  /* E4M3 values per FP32 scale in a cached latent */
 #define DRAWS         2000u /* of random routings, for the busiest expert group */
 #define DRAWN_IDS_MAX 4000000u
 #define BATCH_MAX     (1u << 20)
@@ -146,17 +146,20 @@ static uint32_t count_full_indexers(const nbi_config *c, uint32_t n_layers)
 /* Of one layer's cached token: latent (or keys and values), and indexer key. */
 static double latent_bytes(const nbi_config *c, bool fp8)
 {
+    const nbi_dtype dtype = fp8 ? NBI_F8_E4M3 : NBI_BF16;
+    nbi_kv_shape s;
     if (c->attention == NBI_ATTENTION_GQA)
-        return 2.0 * c->n_kv_heads * c->head_dim * (fp8 ? 1 : BF16_BYTES);
-    if (!fp8) return (c->kv_lora + c->rope_dim) * BF16_BYTES;
-    const uint32_t blocks = (c->kv_lora + LATENT_BLOCK - 1) / LATENT_BLOCK;
-    return c->kv_lora + 4.0 * blocks + c->rope_dim * BF16_BYTES;
+        s = nbi_kv_head_shape(dtype, 2 * c->n_kv_heads, c->head_dim);
+    else
+        s = nbi_kv_latent_shape(dtype, c->kv_lora, c->rope_dim);
+    return nbi_kv_position_bytes(&s);
 }
 
 static double index_key_bytes(const nbi_config *c, bool fp8)
 {
     if (!c->has_indexer) return 0;
-    return fp8 ? c->index_dim + 4.0 : c->index_dim * BF16_BYTES;
+    const nbi_kv_shape s = nbi_kv_head_shape(fp8 ? NBI_F8_E4M3 : NBI_BF16, 1, c->index_dim);
+    return nbi_kv_position_bytes(&s);
 }
 
 double nbi_roof_kv_bytes(const nbi_config *c, bool fp8)

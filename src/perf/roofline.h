@@ -42,7 +42,7 @@ typedef struct nbi_roof_options {
     uint32_t tp, ep, pp; /* ranks; ep divides tp */
     uint32_t batch;
     uint64_t context;
-    bool kv_fp8;         /* latent 512 E4M3 + scales per 128 + BF16 rope; else BF16 */
+    bool kv_fp8;         /* E4M3 with scales (backend/kv_shape.h); else BF16 */
     bool whole_latents;  /* q_a, kv_a and the indexer on every rank */
     bool fp4_products;   /* NVFP4 weights meet NVFP4 activations: the device's FP4 peak */
     double memory_share; /* of the device's memory that weights and cache may fill, 0 to 1 */

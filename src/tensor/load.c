@@ -423,8 +423,8 @@ const char *nbi_tensor_note(const char *name)
     static const struct note {
         const char *tail, *text;
     } notes[] = {
-        {".k_scale", "FP8 key cache scale; the cache here is not FP8"},
-        {".v_scale", "FP8 value cache scale; the cache here is not FP8"},
+        {".k_scale", "FP8 key cache scale; tokens have scales of their own here"},
+        {".v_scale", "FP8 value cache scale; tokens have scales of their own here"},
         {".input_scale", "activation scale of a weight that is not run with quantised activations"},
         {".input_global_scale",
          "activation scale of a weight that is not run with quantised activations"},

@@ -62,10 +62,20 @@ def test_one_layer_of_a_real_shape(check, tmp_path):
     assert not list(tmp_path.iterdir())  # the checkpoint it made is gone
 
 
+@pytest.mark.parametrize("like", ["qwen3-30b-a3b", "glm-4.7-flash", ""])
+def test_fp8_cache(check, like, repo, tmp_path):
+    model = ("--like", like, "--moe-runner-backend", "auto") if like else ("--model", repo / "models" / "glm5-tiny")
+    done = check(*model, "--kv-cache-dtype", "fp8_e4m3", "--json", env={"TMPDIR": str(tmp_path)})
+    assert done.returncode == 0, done.stderr
+    ran = [r for r in json.loads(done.stdout)["results"] if r["kind"] == "attention"]
+    assert len(ran) == 2 and all(r["ok"] and "F8_E4M3 cache" in r["where"] for r in ran), ran
+
+
 @pytest.mark.parametrize("options, says", [
     (("--moe-runner-backend", "flashinfer_trtllm"), "GPU runner"),
     (("--moe-runner-backend", "cublas"), "unknown"),
-    (("--kv-cache-dtype", "fp8_e4m3"), "fp8_e4m3"),
+    (("--kv-cache-dtype", "fp8_e5m2"), "fp8_e4m3"),
+    (("--kv-cache-dtype", "int3"), "expected auto"),
     (("--attention-backend", "flashmla"), "GPUs"),
     (("--like", "gpt-9"), "gpt-9"),
 ])

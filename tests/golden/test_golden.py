@@ -2,6 +2,7 @@
 
 Run: pytest tests/golden/test_golden.py   (NIBBLE_BIN=PATH or --build DIR names the program)
 """
+import json
 import os
 import pathlib
 import sys
@@ -122,3 +123,28 @@ def test_nvfp4_activations(name, nibble, table, tmp_path):
     settle(table, compare.judge_w4a4(case, got))
     away = compare.relative(got, np.concatenate(case.logits()))
     assert np.median(away) > case.meta["w4a4_distance"] / 2, "weight-only logits came back"
+
+
+# An FP8 cache against a BF16 one: relative, but for FP8_NEAR, which is in deviations of the logits.
+FP8_MEDIAN, FP8_HIGH, FP8_NEAR, FP8_ROUTER = 5e-2, 1e-1, 0.25, 5e-2
+
+
+@BY_CASE
+def test_fp8_cache(name, nibble, tmp_path):
+    """Codes of three bits of mantissa move the logits by a few hundredths, and the choice of a token
+    only where two are close. Counted: positions that attend to all before them, and whose experts
+    are no near tie: what random weights choose among keys or experts decides everything."""
+    case = CASES[name]
+    bf16, fp8 = (compare.score(nibble, case.folder, case.tokens, tmp_path, "--kv-cache-dtype", t)
+                 for t in ("bf16", "fp8_e4m3"))
+    whole = json.loads((case.folder / "config.json").read_text()).get("index_topk", 1 << 30)
+    counted = np.concatenate([np.arange(len(ids)) < whole for ids in case.tokens])
+    counted &= case.gap("gap_router") > FP8_ROUTER
+    rel = compare.relative(fp8, bf16)[counted]
+    assert 1e-3 < np.median(rel) < FP8_MEDIAN, f"{name}: median {np.median(rel):.2e} of {len(rel)}"
+    high = np.quantile(rel, 0.75)
+    assert high < FP8_HIGH, f"{name}: 75 % quantile {high:.2e} of {len(rel)}"
+    top = np.sort(bf16, axis=-1)
+    gap = (top[:, -1] - top[:, -2]) / bf16.std()
+    flips = counted & (bf16.argmax(-1) != fp8.argmax(-1))
+    assert not (gap[flips] > FP8_NEAR).any(), f"{name}: a choice by {gap[flips].max():.2f} fell"

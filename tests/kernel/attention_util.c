@@ -58,7 +58,8 @@ void at_make_mla(at_mla *d, const at_mla_case *c, const uint32_t *lengths, const
     for (uint32_t s = 0; s < n_seqs; s++)
         for (uint32_t p = 0; p < lengths[s]; p++)
             op_fill(latent + op_slot(&d->batch, s, p) * (c->lora + c->rope), c->lora + c->rope, 1);
-    d->kv = (nbi_kv_layer){.dtype = c->cache, .latent = op_cache(c->cache, latent, n)};
+    d->cache = op_kv_make(c->cache, d->batch.n_pages, 1, c->lora + c->rope, c->lora, latent);
+    d->kv = (nbi_kv_layer){.dtype = c->cache, .latent = d->cache.data};
     op_free(latent);
     make_weight(d);
     d->q = op_floats((size_t)T * c->heads * (c->nope + c->rope));
@@ -97,11 +98,12 @@ void at_free_mla(at_mla *d)
 void at_oracle_mla(const at_mla *d, uint32_t t, uint32_t h, double *out)
 {
     const at_mla_case *c = &d->c;
-    const uint32_t width = c->lora + c->rope, seq = (uint32_t)d->batch.seq[t];
+    const uint32_t seq = (uint32_t)d->batch.seq[t];
     const uint32_t len = (uint32_t)d->batch.pos[t] + 1;
     const float *q = d->q + ((size_t)t * c->heads + h) * (c->nope + c->rope);
     const float *w = d->w + (size_t)h * (c->nope + c->v) * c->lora;
     double *s = malloc(len * sizeof *s), max = -INFINITY, sum = 0;
+    double *latent = malloc(c->lora * sizeof *latent);
     uint32_t *at = malloc(len * sizeof *at), n = 0;
     for (uint32_t p = 0; p < len; p++) {
         if (!d->select)
@@ -111,18 +113,17 @@ void at_oracle_mla(const at_mla *d, uint32_t t, uint32_t h, double *out)
                 if (d->select[t * c->topk + k] == (int32_t)p) at[n++] = p;
     }
     for (uint32_t j = 0; j < n; j++) {
-        const size_t base = op_slot(&d->batch, seq, at[j]) * width;
+        const size_t base = op_slot(&d->batch, seq, at[j]);
+        for (uint32_t l = 0; l < c->lora; l++) latent[l] = op_kv_at(&d->cache, base, l);
         s[j] = 0;
         for (uint32_t i = 0; i < c->nope; i++) {
             double k = 0;
             for (uint32_t l = 0; l < c->lora; l++)
-                k += (double)w[(size_t)i * c->lora + l] *
-                     op_cache_at(d->kv.latent, c->cache, base + l);
+                k += (double)w[(size_t)i * c->lora + l] * latent[l];
             s[j] += (double)q[i] * k;
         }
         for (uint32_t i = 0; i < c->rope; i++)
-            s[j] +=
-                (double)q[c->nope + i] * op_cache_at(d->kv.latent, c->cache, base + c->lora + i);
+            s[j] += (double)q[c->nope + i] * op_kv_at(&d->cache, base, c->lora + i);
         s[j] *= (double)d->scale;
         if (s[j] > max) max = s[j];
     }
@@ -130,9 +131,8 @@ void at_oracle_mla(const at_mla *d, uint32_t t, uint32_t h, double *out)
     double *ol = calloc(c->lora, sizeof *ol);
     for (uint32_t j = 0; j < n; j++) {
         const double p = exp(s[j] - max) / sum;
-        const size_t base = op_slot(&d->batch, seq, at[j]) * width;
-        for (uint32_t l = 0; l < c->lora; l++)
-            ol[l] += p * op_cache_at(d->kv.latent, c->cache, base + l);
+        const size_t base = op_slot(&d->batch, seq, at[j]);
+        for (uint32_t l = 0; l < c->lora; l++) ol[l] += p * op_kv_at(&d->cache, base, l);
     }
     for (uint32_t i = 0; i < c->v; i++) {
         out[i] = 0;
@@ -142,6 +142,7 @@ void at_oracle_mla(const at_mla *d, uint32_t t, uint32_t h, double *out)
     free(s);
     free(at);
     free(ol);
+    free(latent);
 }
 
 nbi_limits at_mla_limits(const at_mla_case *c, uint32_t rows, uint32_t ctx)
@@ -158,9 +159,7 @@ nbi_limits at_mla_limits(const at_mla_case *c, uint32_t rows, uint32_t ctx)
 static size_t gqa_at(const at_gqa *d, uint32_t seq, uint32_t pos, uint32_t kv)
 {
     const size_t slot = op_slot(&d->batch, seq, pos);
-    return ((slot / NBI_PAGE_TOKENS * d->c.kv_heads + kv) * NBI_PAGE_TOKENS +
-            slot % NBI_PAGE_TOKENS) *
-           d->c.dim;
+    return (slot / NBI_PAGE_TOKENS * d->c.kv_heads + kv) * NBI_PAGE_TOKENS + slot % NBI_PAGE_TOKENS;
 }
 
 void at_make_gqa(at_gqa *d, const at_gqa_case *c, const uint32_t *lengths, const uint32_t *rows,
@@ -174,11 +173,12 @@ void at_make_gqa(at_gqa *d, const at_gqa_case *c, const uint32_t *lengths, const
     for (uint32_t s = 0; s < n_seqs; s++)
         for (uint32_t p = 0; p < lengths[s]; p++)
             for (uint32_t h = 0; h < c->kv_heads; h++) {
-                op_fill(k + gqa_at(d, s, p, h), c->dim, 1);
-                op_fill(v + gqa_at(d, s, p, h), c->dim, 1);
+                op_fill(k + gqa_at(d, s, p, h) * c->dim, c->dim, 1);
+                op_fill(v + gqa_at(d, s, p, h) * c->dim, c->dim, 1);
             }
-    d->kv = (nbi_kv_layer){
-        .dtype = c->cache, .k = op_cache(c->cache, k, n), .v = op_cache(c->cache, v, n)};
+    d->k = op_kv_make(c->cache, d->batch.n_pages, c->kv_heads, c->dim, c->dim, k);
+    d->v = op_kv_make(c->cache, d->batch.n_pages, c->kv_heads, c->dim, c->dim, v);
+    d->kv = (nbi_kv_layer){.dtype = c->cache, .k = d->k.data, .v = d->v.data};
     op_free(k);
     op_free(v);
     const size_t nq = (size_t)d->batch.b.n_rows * c->heads * c->dim;
@@ -207,8 +207,7 @@ void at_oracle_gqa(const at_gqa *d, uint32_t t, uint32_t h, double *out)
     for (uint32_t p = 0; p < len; p++) {
         const size_t at = gqa_at(d, seq, p, kv);
         s[p] = 0;
-        for (uint32_t i = 0; i < c->dim; i++)
-            s[p] += (double)q[i] * op_cache_at(d->kv.k, c->cache, at + i);
+        for (uint32_t i = 0; i < c->dim; i++) s[p] += (double)q[i] * op_kv_at(&d->k, at, i);
         s[p] *= (double)d->scale;
         if (s[p] > max) max = s[p];
     }
@@ -217,7 +216,7 @@ void at_oracle_gqa(const at_gqa *d, uint32_t t, uint32_t h, double *out)
     for (uint32_t p = 0; p < len; p++) {
         const size_t at = gqa_at(d, seq, p, kv);
         for (uint32_t i = 0; i < c->dim; i++)
-            out[i] += exp(s[p] - max) / sum * op_cache_at(d->kv.v, c->cache, at + i);
+            out[i] += exp(s[p] - max) / sum * op_kv_at(&d->v, at, i);
     }
     free(s);
 }
@@ -255,10 +254,11 @@ void at_rotate(double *x, uint32_t dim, bool interleaved, const float *cs, const
     }
 }
 
-double at_cache_error(const void *cache, nbi_dtype dtype, size_t at, const double *want, uint32_t n)
+double at_cache_error(const op_kv *kv, size_t vector, uint32_t first, const double *want,
+                      uint32_t n)
 {
     float *got = malloc(n * sizeof *got);
-    for (uint32_t i = 0; i < n; i++) got[i] = (float)op_cache_at(cache, dtype, at + i);
+    for (uint32_t i = 0; i < n; i++) got[i] = (float)op_kv_at(kv, vector, first + i);
     const double e = op_error(got, want, n);
     free(got);
     return e;
@@ -266,7 +266,8 @@ double at_cache_error(const void *cache, nbi_dtype dtype, size_t at, const doubl
 
 double at_cache_bound(nbi_dtype dtype)
 {
-    return dtype == NBI_F32 ? 1e-6 : 0.004; /* BF16: half a unit of 8 bits */
+    if (dtype == NBI_F8_E4M3) return 0.0625; /* half a unit of four bits */
+    return dtype == NBI_F32 ? 1e-6 : 0.004;  /* BF16: half a unit of 8 bits */
 }
 
 void at_norm(double *x, uint32_t n, const float *w, double eps)

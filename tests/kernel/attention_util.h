@@ -13,6 +13,7 @@ typedef struct at_mla_case {
 typedef struct at_mla {
     at_mla_case c;
     op_batch batch;
+    op_kv cache; /* what kv points to */
     nbi_kv_layer kv;
     nbi_weight kv_b;
     float *q, *out, *w; /* w: decoded kv_b */
@@ -30,6 +31,7 @@ typedef struct at_gqa_case {
 typedef struct at_gqa {
     at_gqa_case c;
     op_batch batch;
+    op_kv k, v; /* what kv points to */
     nbi_kv_layer kv;
     float *q, *out, scale;
 } at_gqa;
@@ -46,7 +48,8 @@ void at_oracle_gqa(const at_gqa *d, uint32_t t, uint32_t h, double *out);
 nbi_limits at_gqa_limits(const at_gqa_case *c, uint32_t rows, uint32_t ctx);
 void at_angles(float **cos_out, float **sin_out, const op_batch *b, uint32_t dim);
 void at_rotate(double *x, uint32_t dim, bool interleaved, const float *cs, const float *sn);
-double at_cache_error(const void *cache, nbi_dtype dtype, size_t at, const double *want,
+/* Of values [first, first + n) of a vector. */
+double at_cache_error(const op_kv *kv, size_t vector, uint32_t first, const double *want,
                       uint32_t n);
 double at_cache_bound(nbi_dtype dtype);
 void at_norm(double *x, uint32_t n, const float *w, double eps);

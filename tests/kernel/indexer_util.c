@@ -12,7 +12,8 @@ void ix_make(index_data *d, const index_case *c, const uint32_t *lengths, const 
     for (uint32_t s = 0; s < n_seqs; s++)
         for (uint32_t p = 0; p < lengths[s]; p++)
             op_fill(k + op_slot(&d->batch, s, p) * c->dim, c->dim, 1);
-    d->kv = (nbi_kv_layer){.dtype = c->cache, .index_k = op_cache(c->cache, k, n)};
+    d->keys = op_kv_make(c->cache, d->batch.n_pages, 1, c->dim, c->dim, k);
+    d->kv = (nbi_kv_layer){.dtype = c->cache, .index_k = d->keys.data};
     op_free(k);
     d->q = op_floats((size_t)T * c->heads * c->dim);
     d->w = op_floats((size_t)T * c->heads);
@@ -67,10 +68,9 @@ static void oracle_scores(const index_data *d, uint32_t t, double *score)
             q[b] = u * sn + v * cs;
         }
         for (uint32_t p = 0; p < len; p++) {
-            const size_t at = op_slot(&d->batch, (uint32_t)d->batch.seq[t], p) * c->dim;
+            const size_t at = op_slot(&d->batch, (uint32_t)d->batch.seq[t], p);
             double dot = 0;
-            for (uint32_t i = 0; i < c->dim; i++)
-                dot += q[i] * op_cache_at(d->kv.index_k, c->cache, at + i);
+            for (uint32_t i = 0; i < c->dim; i++) dot += q[i] * op_kv_at(&d->keys, at, i);
             dot /= sqrt((double)c->dim);
             if (dot > 0) score[p] += (double)d->w[t * c->heads + h] / sqrt((double)c->heads) * dot;
         }

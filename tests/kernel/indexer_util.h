@@ -14,6 +14,7 @@ typedef struct index_case {
 typedef struct index_data {
     index_case c;
     op_batch batch;
+    op_kv keys; /* what kv points to */
     nbi_kv_layer kv;
     nbi_rope_rows rope;
     float *q, *w, *cs, *sn; /* q not yet rotated */

@@ -219,10 +219,108 @@ void *op_cache(nbi_dtype dtype, const float *x, size_t n)
     return c;
 }
 
-double op_cache_at(const void *cache, nbi_dtype dtype, size_t i)
+#define GROUP 128u
+
+static size_t scales_of(const op_kv *kv)
 {
-    return dtype == NBI_F32 ? (double)((const float *)cache)[i]
-                            : (double)nbi_bf16_f32(((const uint16_t *)cache)[i]);
+    return (kv->coded + GROUP - 1) / GROUP;
+}
+
+/* Offsets of an E4M3 vector's codes, scales and BF16 values. */
+static void find_codes(const op_kv *kv, size_t i, size_t *codes, size_t *scales, size_t *rest)
+{
+    if (kv->coded == kv->width) {
+        const size_t head = 64 * (kv->width + 4 * scales_of(kv)), at = i / 64 * head;
+        *codes = at + i % 64 * kv->width;
+        *scales = at + 64 * kv->width + i % 64 * 4 * scales_of(kv);
+        *rest = SIZE_MAX;
+        return;
+    }
+    const size_t first = (kv->coded + 3) / 4 * 4, second = first + 4 * scales_of(kv);
+    const size_t row = (second + 2 * (kv->width - kv->coded) + 15) / 16 * 16;
+    *codes = i * row;
+    *scales = i * row + first;
+    *rest = i * row + second;
+}
+
+op_kv op_kv_empty(nbi_dtype dtype, uint32_t n_pages, uint32_t heads, uint32_t width, uint32_t coded)
+{
+    op_kv kv = {.dtype = dtype, .heads = heads, .width = width, .coded = coded};
+    const size_t vectors = (size_t)n_pages * heads * 64;
+    kv.n = vectors * width;
+    kv.bytes = kv.n * (dtype == NBI_F32 ? 4 : 2);
+    if (dtype == NBI_F8_E4M3) {
+        size_t codes, scales, rest;
+        find_codes(&kv, vectors, &codes, &scales, &rest);
+        kv.bytes = codes;
+    }
+    kv.data = op_alloc(kv.bytes);
+    return kv;
+}
+
+static void put_codes(const op_kv *kv, size_t i, const float *x)
+{
+    size_t codes, scales, rest;
+    find_codes(kv, i, &codes, &scales, &rest);
+    uint8_t *data = kv->data;
+    for (uint32_t g = 0; g < kv->coded; g += GROUP) {
+        const uint32_t n = kv->coded - g < GROUP ? kv->coded - g : GROUP;
+        double most = 0;
+        for (uint32_t c = g; c < g + n; c++)
+            most = isfinite(x[c]) ? fmax(most, fabs((double)x[c])) : (double)INFINITY;
+        int e = -100;
+        while (isfinite(most) && most > ldexp(448, e) && e < 119) e++;
+        const float scale = isfinite(most) ? ldexpf(1, e) : NAN;
+        memcpy(data + scales + g / GROUP * 4, &scale, 4);
+        for (uint32_t c = g; c < g + n; c++)
+            data[codes + c] = isfinite(most) ? nbi_f32_e4m3(x[c] / scale) : 0;
+    }
+    for (uint32_t c = kv->coded; c < kv->width; c++) {
+        const uint16_t h = nbi_f32_bf16(x[c]);
+        memcpy(data + rest + 2 * (c - kv->coded), &h, 2);
+    }
+}
+
+op_kv op_kv_make(nbi_dtype dtype, uint32_t n_pages, uint32_t heads, uint32_t width, uint32_t coded,
+                 const float *x)
+{
+    op_kv kv = op_kv_empty(dtype, n_pages, heads, width, coded);
+    for (size_t i = 0; i < kv.n; i++) {
+        if (dtype == NBI_F32) ((float *)kv.data)[i] = x[i];
+        if (dtype == NBI_BF16) ((uint16_t *)kv.data)[i] = nbi_f32_bf16(x[i]);
+    }
+    for (size_t i = 0; dtype == NBI_F8_E4M3 && i < kv.n / width; i++)
+        put_codes(&kv, i, x + i * width);
+    return kv;
+}
+
+double op_kv_at(const op_kv *kv, size_t i, uint32_t c)
+{
+    if (kv->dtype == NBI_F32) return (double)((const float *)kv->data)[i * kv->width + c];
+    if (kv->dtype == NBI_BF16)
+        return (double)nbi_bf16_f32(((const uint16_t *)kv->data)[i * kv->width + c]);
+    size_t codes, scales, rest;
+    find_codes(kv, i, &codes, &scales, &rest);
+    const uint8_t *data = kv->data;
+    if (c < kv->coded) {
+        float scale;
+        memcpy(&scale, data + scales + c / GROUP * 4, 4);
+        return (double)nbi_e4m3_f32(data[codes + c]) * (double)scale;
+    }
+    uint16_t h;
+    memcpy(&h, data + rest + 2 * (c - kv->coded), 2);
+    return (double)nbi_bf16_f32(h);
+}
+
+op_kv op_kv_bf16(const op_kv *kv)
+{
+    float *x = op_floats(kv->n);
+    for (size_t i = 0; i < kv->n; i++)
+        x[i] = (float)op_kv_at(kv, i / kv->width, (uint32_t)(i % kv->width));
+    const uint32_t pages = (uint32_t)(kv->n / kv->width / 64 / kv->heads);
+    const op_kv to = op_kv_make(NBI_BF16, pages, kv->heads, kv->width, kv->width, x);
+    op_free(x);
+    return to;
 }
 
 size_t op_slot(const op_batch *b, uint32_t seq, uint32_t pos)

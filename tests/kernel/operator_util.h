@@ -56,7 +56,24 @@ void op_batch_free(op_batch *b);
 
 /* Cache memory of type dtype from floats, and one value of it. */
 void *op_cache(nbi_dtype dtype, const float *x, size_t n);
-double op_cache_at(const void *cache, nbi_dtype dtype, size_t i);
+
+/* A part of a layer's cache, laid out and coded as docs/formats/kv-pages.md says:
+ * [pages][heads][64] vectors of `width` values. Of latents the first `coded` are in codes when
+ * E4M3, else all are. */
+typedef struct op_kv {
+    nbi_dtype dtype;
+    uint32_t heads, width, coded;
+    size_t n, bytes; /* values; of data */
+    void *data;      /* guarded; op_free() */
+} op_kv;
+op_kv op_kv_empty(nbi_dtype dtype, uint32_t n_pages, uint32_t heads, uint32_t width,
+                  uint32_t coded);
+op_kv op_kv_make(nbi_dtype dtype, uint32_t n_pages, uint32_t heads, uint32_t width, uint32_t coded,
+                 const float *x);
+/* Vector i of [pages][heads][64], value c. */
+double op_kv_at(const op_kv *kv, size_t i, uint32_t c);
+/* The same values in BF16, which holds codes times scales exactly. */
+op_kv op_kv_bf16(const op_kv *kv);
 size_t op_slot(const op_batch *b, uint32_t seq, uint32_t pos); /* page * 64 + offset */
 
 /* ||a - b|| / ||b||, b in double; 0 when both are zero; NaN anywhere gives infinity. */

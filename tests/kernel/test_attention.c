@@ -103,6 +103,8 @@ static void test_mla_shapes(void **state)
         {3, 16, 10, 44, 17, NBI_BF16, NBI_WEIGHT_F16, 0},
         {3, 16, 8, 32, 16, NBI_BF16, NBI_WEIGHT_BF16, 16},
         {5, 16, 8, 32, 16, NBI_F32, NBI_WEIGHT_BF16, 2048},
+        {3, 16, 8, 300, 16, NBI_F8_E4M3, NBI_WEIGHT_BF16, 0},
+        {20, 24, 8, 96, 16, NBI_F8_E4M3, NBI_WEIGHT_NVFP4, 16},
     };
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++)
         check_mla(&cases[i], lengths, rows, 5);
@@ -132,8 +134,9 @@ static void test_mla_expanded(void **state)
         {3, 16, 8, 64, 16, NBI_F32, NBI_WEIGHT_NVFP4, 0},
         {2, 100, 8, 160, 50, NBI_BF16, NBI_WEIGHT_FP8_BLOCK, 0},
         {3, 16, 10, 44, 17, NBI_BF16, NBI_WEIGHT_F16, 0},
+        {2, 128, 64, 512, 128, NBI_F8_E4M3, NBI_WEIGHT_BF16, 0},
     };
-    static const int32_t below[] = {1000, 1000, 256, 64, 270, 1};
+    static const int32_t below[] = {1000, 1000, 256, 64, 270, 1, 280};
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++)
         check_form(&cases[i], lengths, rows, 3, below[i]);
     for (int i = 0; i < 12; i++) {
@@ -162,8 +165,10 @@ static void test_mla_bits(void **state)
         {1, 16, 8, 72, 16, NBI_BF16, NBI_WEIGHT_F32, 0},
         {3, 24, 8, 40, 16, NBI_BF16, NBI_WEIGHT_BF16, 0},
         {1, 70, 8, 72, 16, NBI_F32, NBI_WEIGHT_F32, 0},
+        {20, 24, 8, 96, 16, NBI_F8_E4M3, NBI_WEIGHT_BF16, 0},
+        {3, 24, 8, 140, 16, NBI_F8_E4M3, NBI_WEIGHT_BF16, 0},
     };
-    static const int32_t below[] = {0, 0, 0, 0, 1000, 516};
+    static const int32_t below[] = {0, 0, 0, 0, 1000, 516, 0, 516};
     const uint32_t lengths[] = {530, 70, 1}, rows[] = {24, 70, 1};
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         at_mla d;
@@ -220,8 +225,9 @@ static void run_gqa(nbi_cpu *cpu, const at_gqa *d, const nbi_batch *b, uint32_t 
 }
 
 static const at_gqa_case gqa_cases[] = {
-    {1, 1, 32, NBI_F32},  {3, 1, 96, NBI_BF16}, {8, 1, 128, NBI_BF16}, {16, 2, 128, NBI_F32},
-    {6, 6, 32, NBI_BF16}, {9, 3, 20, NBI_F32},  {70, 1, 8, NBI_BF16},
+    {1, 1, 32, NBI_F32},   {3, 1, 96, NBI_BF16},      {8, 1, 128, NBI_BF16},
+    {16, 2, 128, NBI_F32}, {6, 6, 32, NBI_BF16},      {9, 3, 20, NBI_F32},
+    {70, 1, 8, NBI_BF16},  {16, 1, 128, NBI_F8_E4M3}, {6, 2, 150, NBI_F8_E4M3},
 };
 #define N_GQA (sizeof gqa_cases / sizeof *gqa_cases)
 
@@ -305,11 +311,58 @@ static void test_gqa_bits(void **state)
     }
 }
 
+/* ---------------------------------------------------------------- E4M3 */
+
+/* Codes are read as the BF16 values that they are: the same bits as from a BF16 cache of these. */
+static void test_codes_are_bf16(void **state)
+{
+    (void)state;
+    const uint32_t lengths[] = {700, 70, 1}, rows[] = {9, 70, 1};
+    at_mla m;
+    at_gqa g;
+    at_make_mla(&m, &(at_mla_case){20, 24, 10, 300, 16, NBI_F8_E4M3, NBI_WEIGHT_BF16, 0}, lengths,
+                rows, 3);
+    at_make_gqa(&g, &(at_gqa_case){18, 1, 150, NBI_F8_E4M3}, lengths, rows, 3);
+    const uint32_t T = m.batch.b.n_rows;
+    const op_kv latent = op_kv_bf16(&m.cache), k = op_kv_bf16(&g.k), v = op_kv_bf16(&g.v);
+    const nbi_kv_layer codes[] = {m.kv, g.kv};
+    const nbi_kv_layer plain = {.dtype = NBI_BF16, .latent = latent.data, .k = k.data, .v = v.data};
+    nbi_limits limits = at_mla_limits(&m.c, T, 700), more = at_gqa_limits(&g.c, T, 700);
+    limits.mla_expanded = true;
+    float *mla = op_floats((size_t)T * 20 * 16), *gqa = op_floats((size_t)T * 18 * 150);
+    LEVELS(level)
+    {
+        for (int form = 0; form < 3; form++) {
+            nbi_cpu *cpu = op_open(level, 2, form == 2 ? &more : &limits);
+            m.expanded = form == 1 ? 1000 : 0;
+            m.kv = g.kv = plain;
+            if (form < 2) run_mla(cpu, &m, &m.batch.b, 0, m.out);
+            if (form == 2) run_gqa(cpu, &g, &g.batch.b, 0, g.out);
+            m.kv = codes[0];
+            g.kv = codes[1];
+            if (form < 2) run_mla(cpu, &m, &m.batch.b, 0, mla);
+            if (form == 2) run_gqa(cpu, &g, &g.batch.b, 0, gqa);
+            if (form < 2) assert_memory_equal(mla, m.out, (size_t)T * 20 * 16 * sizeof *mla);
+            if (form == 2) assert_memory_equal(gqa, g.out, (size_t)T * 18 * 150 * sizeof *gqa);
+            op_close(cpu);
+        }
+    }
+    op_free(latent.data);
+    op_free(k.data);
+    op_free(v.data);
+    op_free(mla);
+    op_free(gqa);
+    at_free_mla(&m);
+    at_free_gqa(&g);
+}
+
 /* ---------------------------------------------------------------- append */
+
+static const nbi_dtype cache_types[] = {NBI_F32, NBI_BF16, NBI_F8_E4M3};
 
 static void check_mla_append(nbi_dtype dtype, bool interleaved)
 {
-    enum { H = 3, NOPE = 20, ROPE = 8, LORA = 100, STRIDE = LORA + ROPE + 5 };
+    enum { H = 3, NOPE = 20, ROPE = 8, LORA = 150, STRIDE = LORA + ROPE + 5 };
     const uint32_t lengths[] = {70, 64, 1}, rows[] = {20, 1, 1};
     op_batch b;
     op_batch_make(&b, lengths, rows, 3);
@@ -325,9 +378,8 @@ static void check_mla_append(nbi_dtype dtype, bool interleaved)
     {
         nbi_cpu *cpu = op_open(level, 2, NULL);
         memcpy(q, q0, (size_t)T * H * (NOPE + ROPE) * sizeof(float));
-        void *latent =
-            op_alloc((size_t)b.n_pages * 64 * (LORA + ROPE) * (nbi_dtype_bits(dtype) / 8));
-        const nbi_kv_layer layer = {.dtype = dtype, .latent = latent};
+        const op_kv cache = op_kv_empty(dtype, b.n_pages, 1, LORA + ROPE, LORA);
+        const nbi_kv_layer layer = {.dtype = dtype, .latent = cache.data};
         const nbi_rope_rows rope = {.cos = cs, .sin = sn, .dim = ROPE, .interleaved = interleaved};
         const nbi_mla_append_args a = {.q = q,
                                        .kv = kv,
@@ -347,11 +399,12 @@ static void check_mla_append(nbi_dtype dtype, bool interleaved)
             for (uint32_t i = 0; i < LORA + ROPE; i++) want[i] = (double)kv[t * STRIDE + i];
             at_norm(want, LORA, norm, (double)1e-4f);
             at_rotate(want + LORA, ROPE, interleaved, cs + t * ROPE / 2, sn + t * ROPE / 2);
-            const size_t at = op_slot(&b, (uint32_t)b.seq[t], (uint32_t)b.pos[t]) * (LORA + ROPE);
-            OP_ASSERT_ERROR(at_cache_error(latent, dtype, at, want, LORA), at_cache_bound(dtype),
+            const size_t at = op_slot(&b, (uint32_t)b.seq[t], (uint32_t)b.pos[t]);
+            OP_ASSERT_ERROR(at_cache_error(&cache, at, 0, want, LORA), at_cache_bound(dtype),
                             "latent row %u", t);
-            OP_ASSERT_ERROR(at_cache_error(latent, dtype, at + LORA, want + LORA, ROPE),
-                            at_cache_bound(dtype), "rope key row %u", t);
+            OP_ASSERT_ERROR(at_cache_error(&cache, at, LORA, want + LORA, ROPE),
+                            at_cache_bound(dtype == NBI_F32 ? dtype : NBI_BF16), "rope key row %u",
+                            t);
             for (uint32_t h = 0; h < H; h++) {
                 const size_t o = ((size_t)t * H + h) * (NOPE + ROPE);
                 for (uint32_t i = 0; i < NOPE + ROPE; i++) wq[i] = (double)q0[o + i];
@@ -360,7 +413,8 @@ static void check_mla_append(nbi_dtype dtype, bool interleaved)
             }
         }
         op_check(q);
-        op_free(latent);
+        op_check(cache.data);
+        op_free(cache.data);
         op_close(cpu);
     }
     op_free(q);
@@ -375,7 +429,22 @@ static void check_mla_append(nbi_dtype dtype, bool interleaved)
 static void test_mla_append(void **state)
 {
     (void)state;
-    for (int i = 0; i < 4; i++) check_mla_append(i & 1 ? NBI_BF16 : NBI_F32, i & 2);
+    for (int i = 0; i < 6; i++) check_mla_append(cache_types[i / 2], i & 1);
+}
+
+/* Values are stored as they came: the very codes and scales. */
+static void check_stored(const op_kv *got, const op_batch *b, const float *stored)
+{
+    const op_kv want =
+        op_kv_make(got->dtype, b->n_pages, got->heads, got->width, got->coded, stored);
+    for (uint32_t t = 0; t < b->b.n_rows; t++) {
+        const size_t slot = op_slot(b, (uint32_t)b->seq[t], (uint32_t)b->pos[t]);
+        for (uint32_t i = 0; i < got->heads * got->width; i++) {
+            const size_t at = (slot / 64 * got->heads + i / got->width) * 64 + slot % 64;
+            assert_true(op_kv_at(&want, at, i % got->width) == op_kv_at(got, at, i % got->width));
+        }
+    }
+    op_free(want.data);
 }
 
 static void check_gqa_append(nbi_dtype dtype, bool normed, uint32_t rope_dim)
@@ -394,13 +463,16 @@ static void check_gqa_append(nbi_dtype dtype, bool normed, uint32_t rope_dim)
     op_fill(qn, D, 1);
     op_fill(kn, D, 1);
     const uint32_t half = rope_dim / 2;
+    float *stored = op_floats((size_t)b.n_pages * KV * 64 * D);
+    memset(stored, 0, (size_t)b.n_pages * KV * 64 * D * sizeof *stored);
     LEVELS(level)
     {
         nbi_cpu *cpu = op_open(level, 2, NULL);
         float *q = op_cache(NBI_F32, q0, (size_t)T * H * D);
         float *k = op_cache(NBI_F32, k0, (size_t)T * KV * D);
-        const size_t bytes = (size_t)b.n_pages * 64 * KV * D * (nbi_dtype_bits(dtype) / 8);
-        const nbi_kv_layer layer = {.dtype = dtype, .k = op_alloc(bytes), .v = op_alloc(bytes)};
+        const op_kv ck = op_kv_empty(dtype, b.n_pages, KV, D, D);
+        const op_kv cv = op_kv_empty(dtype, b.n_pages, KV, D, D);
+        const nbi_kv_layer layer = {.dtype = dtype, .k = ck.data, .v = cv.data};
         const nbi_rope_rows rope = {.cos = cs, .sin = sn, .dim = rope_dim, .interleaved = false};
         const nbi_gqa_append_args a = {.q = q,
                                        .k = k,
@@ -429,21 +501,23 @@ static void check_gqa_append(nbi_dtype dtype, bool normed, uint32_t rope_dim)
                 OP_ASSERT_ERROR(op_error(got, want, D), 1e-6, "gqa append row %u head %u", t, h);
                 if (is_q) continue;
                 const size_t slot = op_slot(&b, (uint32_t)b.seq[t], (uint32_t)b.pos[t]);
-                const size_t at = ((slot / 64 * KV + h - H) * 64 + slot % 64) * D;
-                OP_ASSERT_ERROR(at_cache_error(layer.k, dtype, at, want, D), at_cache_bound(dtype),
-                                "k");
-                for (uint32_t i = 0; i < D; i++)
-                    want[i] = (double)v[((size_t)t * KV + h - H) * D + i];
-                OP_ASSERT_ERROR(at_cache_error(layer.v, dtype, at, want, D), at_cache_bound(dtype),
-                                "v");
+                const size_t at = (slot / 64 * KV + h - H) * 64 + slot % 64;
+                OP_ASSERT_ERROR(at_cache_error(&ck, at, 0, want, D), at_cache_bound(dtype), "k");
+                memcpy(stored + at * D, v + ((size_t)t * KV + h - H) * D, D * sizeof *v);
+                for (uint32_t i = 0; i < D; i++) want[i] = (double)stored[at * D + i];
+                OP_ASSERT_ERROR(at_cache_error(&cv, at, 0, want, D), at_cache_bound(dtype), "v");
             }
         }
+        check_stored(&cv, &b, stored);
+        op_check(ck.data);
+        op_check(cv.data);
         op_free(q);
         op_free(k);
-        op_free(layer.k);
-        op_free(layer.v);
+        op_free(ck.data);
+        op_free(cv.data);
         op_close(cpu);
     }
+    op_free(stored);
     op_free(q0);
     op_free(k0);
     op_free(v);
@@ -457,8 +531,7 @@ static void check_gqa_append(nbi_dtype dtype, bool normed, uint32_t rope_dim)
 static void test_gqa_append(void **state)
 {
     (void)state;
-    for (int i = 0; i < 8; i++)
-        check_gqa_append(i & 1 ? NBI_BF16 : NBI_F32, i & 2, i & 4 ? 36 : 18);
+    for (int i = 0; i < 12; i++) check_gqa_append(cache_types[i / 4], i & 1, i & 2 ? 36 : 18);
 }
 
 /* ---------------------------------------------------------------- speed */
@@ -490,7 +563,8 @@ static void bench_mla_form(uint32_t heads, uint32_t ctx, uint32_t rows, nbi_dtyp
     const double gmac = (visible * heads * (expanded ? 512 : 2 * 512 + 64) +
                          (double)(expanded ? ctx : rows) * heads * 512 * (192 + 256)) *
                         1e-9;
-    const double bytes = (double)ctx * 576 * (nbi_dtype_bits(dtype) / 8) + 2.0 * heads * 448 * 512;
+    const double bytes = (double)ctx * (dtype == NBI_F8_E4M3 ? 656 : 72 * nbi_dtype_bits(dtype)) +
+                         2.0 * heads * 448 * 512;
     LEVELS(level)
     {
         if (level == NBI_CPU_REFERENCE) continue;
@@ -523,30 +597,51 @@ static void bench_forms(double bandwidth)
                 bench_mla_form(20, contexts[c], chunks[r], NBI_BF16, bandwidth, form);
 }
 
-static void bench_gqa(uint32_t heads, uint32_t kv, uint32_t dim, uint32_t ctx, uint32_t rows,
-                      double bandwidth)
+static void bench_gqa_type(uint32_t heads, uint32_t kv, uint32_t dim, uint32_t ctx, uint32_t rows,
+                           nbi_dtype dtype, double bandwidth)
 {
-    const at_gqa_case c = {heads, kv, dim, NBI_BF16};
+    const at_gqa_case c = {heads, kv, dim, dtype};
     at_gqa d;
     at_make_gqa(&d, &c, &ctx, &rows, 1);
     const nbi_limits limits = at_gqa_limits(&c, rows, ctx);
     double visible = 0;
     for (uint32_t t = 0; t < rows; t++) visible += d.batch.pos[t] + 1;
-    const double gmac = visible * heads * 2 * dim * 1e-9, bytes = (double)ctx * kv * dim * 2 * 2;
+    const double gmac = visible * heads * 2 * dim * 1e-9;
+    const double bytes = (double)ctx * kv * 2 * (dtype == NBI_F8_E4M3 ? dim + 4 : 2 * dim);
     LEVELS(level)
     {
         if (level == NBI_CPU_REFERENCE) continue;
         nbi_cpu *cpu = op_open(level, 2, &limits);
         bench_run r = {.cpu = cpu, .gqa = &d};
         const double s = op_time(bench_once, &r, 9);
-        printf("  gqa %-9s heads %2u/%u x %u ctx %6u rows %4u %9.1f us %6.1f GMAC/s %7.1f MB "
+        printf("  gqa %-9s heads %2u/%u x %u ctx %6u rows %4u cache %-8s %9.1f us %6.1f GMAC/s "
+               "%7.1f MB "
                "%5.1f%% of "
                "read bandwidth\n",
-               nbi_cpu_level_name(level), heads, kv, dim, ctx, rows, s * 1e6, gmac / s,
-               bytes * 1e-6, 100 * bytes / s / bandwidth);
+               nbi_cpu_level_name(level), heads, kv, dim, ctx, rows, nbi_dtype_name(dtype), s * 1e6,
+               gmac / s, bytes * 1e-6, 100 * bytes / s / bandwidth);
         op_close(cpu);
     }
     at_free_gqa(&d);
+}
+
+static void bench_gqa(uint32_t heads, uint32_t kv, uint32_t dim, uint32_t ctx, uint32_t rows,
+                      double bandwidth)
+{
+    bench_gqa_type(heads, kv, dim, ctx, rows, NBI_BF16, bandwidth);
+}
+
+/* A cache of codes beside one of BF16 values (docs/performance.md). */
+static void bench_codes(double bandwidth)
+{
+    static const nbi_dtype types[] = {NBI_BF16, NBI_F8_E4M3};
+    for (int i = 0; i < 2; i++) {
+        bench_mla(20, 16384, 1, types[i], bandwidth);
+        bench_mla(20, 512, 512, types[i], bandwidth);
+        bench_gqa_type(32, 4, 128, 32768, 1, types[i], bandwidth);
+        bench_gqa_type(8, 8, 128, 32768, 1, types[i], bandwidth);
+        bench_gqa_type(32, 4, 128, 512, 512, types[i], bandwidth);
+    }
 }
 
 static void bench(void)
@@ -555,6 +650,7 @@ static void bench(void)
     const double bw = op_read_bandwidth(cpu->pool);
     op_close(cpu);
     printf("read bandwidth, 2 threads: %.1f GB/s\n", bw * 1e-9);
+    bench_codes(bw);
     bench_mla(20, 128, 1, NBI_BF16, bw);
     bench_mla(20, 2048, 1, NBI_BF16, bw);
     bench_mla(20, 16384, 1, NBI_BF16, bw);
@@ -586,10 +682,11 @@ int main(int argc, char **argv)
         return 0;
     }
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_mla_shapes), cmocka_unit_test(test_mla_long),
-        cmocka_unit_test(test_mla_bits),   cmocka_unit_test(test_mla_expanded),
-        cmocka_unit_test(test_gqa_shapes), cmocka_unit_test(test_gqa_bits),
-        cmocka_unit_test(test_mla_append), cmocka_unit_test(test_gqa_append),
+        cmocka_unit_test(test_mla_shapes),     cmocka_unit_test(test_mla_long),
+        cmocka_unit_test(test_mla_bits),       cmocka_unit_test(test_mla_expanded),
+        cmocka_unit_test(test_gqa_shapes),     cmocka_unit_test(test_gqa_bits),
+        cmocka_unit_test(test_mla_append),     cmocka_unit_test(test_gqa_append),
+        cmocka_unit_test(test_codes_are_bf16),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -54,9 +54,10 @@ static void test_shapes(void **state)
     (void)state;
     static const uint32_t lengths[] = {1, 2, 63, 64, 65, 1000}, rows[] = {1, 2, 3, 64, 3, 4};
     static const index_case cases[] = {
-        {1, 32, 8, 4, NBI_F32, true},      {4, 128, 64, 16, NBI_BF16, true},
-        {32, 128, 64, 64, NBI_BF16, true}, {3, 40, 10, 63, NBI_F32, false},
-        {64, 16, 16, 1, NBI_F32, false},   {2, 32, 8, 2048, NBI_BF16, true},
+        {1, 32, 8, 4, NBI_F32, true},         {4, 128, 64, 16, NBI_BF16, true},
+        {32, 128, 64, 64, NBI_BF16, true},    {3, 40, 10, 63, NBI_F32, false},
+        {64, 16, 16, 1, NBI_F32, false},      {2, 32, 8, 2048, NBI_BF16, true},
+        {32, 128, 64, 64, NBI_F8_E4M3, true}, {3, 140, 10, 63, NBI_F8_E4M3, false},
     };
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) check(&cases[i], lengths, rows, 6);
 }
@@ -240,11 +241,13 @@ static void test_append(void **state)
     op_fill(bias, D, 1);
     op_fill(cs, (size_t)T * ROPE / 2, 1);
     op_fill(sn, (size_t)T * ROPE / 2, 1);
-    for (int kind = 0; kind < 4; kind++) {
-        const nbi_dtype dtype = kind & 1 ? NBI_BF16 : NBI_F32;
-        const bool pairs = kind & 2;
-        void *cache = op_alloc((size_t)b.n_pages * 64 * D * (nbi_dtype_bits(dtype) / 8));
-        const nbi_kv_layer layer = {.dtype = dtype, .index_k = cache};
+    static const nbi_dtype types[] = {NBI_F32, NBI_BF16, NBI_F8_E4M3};
+    static const double bounds[] = {1e-6, 0.004, 0.0625};
+    for (int kind = 0; kind < 6; kind++) {
+        const nbi_dtype dtype = types[kind / 2];
+        const bool pairs = kind & 1;
+        const op_kv cache = op_kv_empty(dtype, b.n_pages, 1, D, D);
+        const nbi_kv_layer layer = {.dtype = dtype, .index_k = cache.data};
         const nbi_rope_rows rope = {.cos = cs, .sin = sn, .dim = ROPE, .interleaved = pairs};
         nbi_cpu *cpu = op_open(nbi_cpu_detect(), 2, NULL);
         const nbi_index_append_args a = {.k = k,
@@ -271,12 +274,12 @@ static void test_append(void **state)
                 x[p] = u * c - v * s;
                 x[q] = u * s + v * c;
             }
-            const size_t at = op_slot(&b, (uint32_t)b.seq[t], (uint32_t)b.pos[t]) * D;
-            for (int i = 0; i < D; i++) got[i] = (float)op_cache_at(cache, dtype, at + i);
-            OP_ASSERT_ERROR(op_error(got, x, D), dtype == NBI_F32 ? 1e-6 : 0.004, "index key %u",
-                            t);
+            const size_t at = op_slot(&b, (uint32_t)b.seq[t], (uint32_t)b.pos[t]);
+            for (uint32_t i = 0; i < D; i++) got[i] = (float)op_kv_at(&cache, at, i);
+            OP_ASSERT_ERROR(op_error(got, x, D), bounds[kind / 2], "index key %u", t);
         }
-        op_free(cache);
+        op_check(cache.data);
+        op_free(cache.data);
         op_close(cpu);
     }
     op_free(k);

@@ -14,6 +14,8 @@
 #define DATA(name) NBI_TEST_SOURCE_DIR "/tests/golden/data/" name
 #define MAX_TOKENS 400
 
+static const char *kv_dtype = "auto";
+
 static nb_engine *open_engine(const char *dir, uint32_t chunk, uint32_t running, uint64_t kv_tokens)
 {
     nb_engine_options o;
@@ -25,6 +27,7 @@ static nb_engine *open_engine(const char *dir, uint32_t chunk, uint32_t running,
     o.max_running = running;
     o.kv_tokens = kv_tokens;
     o.max_context = 192;
+    o.kv_dtype = kv_dtype;
     if (nb_engine_open(&e, &o, &err) != NB_OK) fail_msg("%s: %s", dir, err.text);
     return e;
 }
@@ -209,6 +212,7 @@ static void drafting_changes_no_token(void **state)
         o.chunk_size = 20;
         o.max_running = 4;
         o.kv_tokens = 6 * 64;
+        o.kv_dtype = kv_dtype;
         o.speculative_algorithm = "mtp";
         o.speculative_num_steps = 3;
         if (nb_engine_open(&e, &o, &err) != NB_OK) fail_msg("%s", err.text);
@@ -789,7 +793,7 @@ static void refusals_when_opening(void **state)
     REFUSED("config.json", o.model_dir = "/nonexistent");
     REFUSED("max_running", o.max_running = 0);
     REFUSED("chunk_size", o.chunk_size = 0);
-    REFUSED("kv_dtype", o.kv_dtype = "int4");
+    REFUSED("--kv-cache-dtype", o.kv_dtype = "int4");
     REFUSED("activations", o.activations = "w8a8");
     REFUSED("warp9", o.cpu_level = "warp9");
     REFUSED("warp9", o.moe_runner = "warp9");
@@ -798,6 +802,30 @@ static void refusals_when_opening(void **state)
     REFUSED("memory", o.memory_bytes = 1000);
     REFUSED("exceed", (o.memory_bytes = 100u << 20, o.kv_tokens = 1u << 30));
 #undef REFUSED
+}
+
+/* The same with a cache of codes: a token's scales are its own, so nothing else changes. */
+static void the_same_with_an_fp8_cache(void **state)
+{
+    int32_t ids[2][MAX_TOKENS];
+    uint64_t bytes[2];
+    for (int i = 0; i < 2; i++) {
+        nb_engine_info info;
+        kv_dtype = i ? "fp8_e4m3" : "bf16";
+        nb_engine *e = open_engine(models[2], 64, 1, 192);
+        nb_engine_get_info(e, &info);
+        bytes[i] = info.kv_bytes;
+        nb_engine_close(&e);
+        generate_alone(models[0], 64, 5, 60, 0, ids[i]);
+    }
+    assert_true(bytes[1] < bytes[0]);
+    assert_memory_not_equal(ids[0], ids[1], 60 * sizeof **ids); /* it is another cache */
+    same_tokens_in_any_batch(state);
+    same_tokens_however_the_prompt_is_cut(state);
+    preempted_requests_give_the_same_tokens(state);
+    a_cached_prefix_changes_no_token(state);
+    drafting_changes_no_token(state);
+    kv_dtype = "auto";
 }
 
 int main(void)
@@ -821,6 +849,7 @@ int main(void)
         cmocka_unit_test(many_threads_one_engine),
         cmocka_unit_test(closing_ends_what_runs),
         cmocka_unit_test(refusals_when_opening),
+        cmocka_unit_test(the_same_with_an_fp8_cache),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -32,7 +32,7 @@ typedef struct search {
 typedef struct setup {
     uint32_t running;
     uint64_t kv_tokens;
-    bool mtp, no_cache;
+    bool mtp, no_cache, fp8;
     uint32_t chunk;
 } setup;
 
@@ -48,6 +48,7 @@ static nb_engine *open_engine(const char *dir, const setup *s)
     o.chunk_size = s->chunk ? s->chunk : 512;
     o.max_context = 320;
     o.disable_prefix_cache = s->no_cache;
+    if (s->fp8) o.kv_dtype = "fp8_e4m3";
     if (s->mtp) o.speculative_algorithm = "mtp";
     if (nb_engine_open(&e, &o, &err) != NB_OK) fail_msg("%s: %s", dir, err.text);
     return e;
@@ -243,7 +244,7 @@ static const struct {
 
 static void against_reference(const char *dir, const setup *with)
 {
-    nb_engine *plain = open_engine(dir, &(setup){.running = 1});
+    nb_engine *plain = open_engine(dir, &(setup){.running = 1, .fp8 = with->fp8});
     nb_engine *e = open_engine(dir, with);
     for (size_t c = 0; c < sizeof cases / sizeof *cases; c++) {
         int32_t prompt[LEN_MAX];
@@ -279,6 +280,8 @@ static void with_drafts_small_chunks_and_without_a_cache(void **state)
 {
     (void)state;
     against_reference(DATA("lite-bf16"), &(setup){.running = 12, .mtp = true, .chunk = 7});
+    against_reference(DATA("qwen3-nvfp4"), &(setup){.running = 10, .fp8 = true});
+    against_reference(DATA("v32-nvfp4"), &(setup){.running = 10, .fp8 = true});
     against_reference(DATA("lite-bf16"), &(setup){.running = 10, .no_cache = true});
 }
 

@@ -39,6 +39,7 @@ typedef struct scratch {
     float *o;            /* [M, v_width] */
     float *m, *l;        /* [M] running maximum and sum */
     const void **k, **v; /* [NBI_ATTEND_BLOCK] rows of the cache */
+    uint16_t *decoded;   /* [NBI_ATTEND_BLOCK, k_width] those of an E4M3 cache */
 } scratch;
 
 static size_t scratch_layout(scratch *s, char *base, uint32_t k_width, uint32_t v_width)
@@ -51,6 +52,7 @@ static size_t scratch_layout(scratch *s, char *base, uint32_t k_width, uint32_t 
     const size_t m = nbi_plan_add(&p, M * f), l = nbi_plan_add(&p, M * f);
     const size_t k = nbi_plan_add(&p, NBI_ATTEND_BLOCK * sizeof(void *));
     const size_t v = nbi_plan_add(&p, NBI_ATTEND_BLOCK * sizeof(void *));
+    const size_t decoded = nbi_plan_add(&p, (size_t)NBI_ATTEND_BLOCK * k_width * sizeof(uint16_t));
     if (s)
         *s = (scratch){.q = (float *)(void *)(base + q),
                        .s = (float *)(void *)(base + sc),
@@ -58,7 +60,8 @@ static size_t scratch_layout(scratch *s, char *base, uint32_t k_width, uint32_t 
                        .m = (float *)(void *)(base + m),
                        .l = (float *)(void *)(base + l),
                        .k = (const void **)(void *)(base + k),
-                       .v = (const void **)(void *)(base + v)};
+                       .v = (const void **)(void *)(base + v),
+                       .decoded = (uint16_t *)(void *)(base + decoded)};
     return p.bytes;
 }
 
@@ -116,19 +119,24 @@ uint32_t nbi_attend_rows(const nbi_attend *a, uint32_t first, size_t bytes, size
 
 /* ---------------------------------------------------------------- one item */
 
-/* Pointers to the cache rows of list entries [begin, begin + n) of row t. */
-static void find_rows(const nbi_attend *a, scratch *sc, uint32_t t, uint32_t kv, uint32_t begin,
-                      uint32_t n)
+/* Pointers to the cache rows of list entries [begin, begin + n) of row t in `part`, keys or values;
+ * E4M3: decoded ones, until the next call. */
+static void find_rows(const nbi_attend *a, const scratch *sc, const char *part, const void **rows,
+                      uint32_t t, uint32_t kv, uint32_t begin, uint32_t n)
 {
     const nbi_batch *b = a->batch;
     const uint32_t s = (uint32_t)b->row_seq[t];
     const int32_t *sel = a->select ? a->select + (size_t)t * a->select_stride : NULL;
     for (uint32_t j = 0; j < n; j++) {
         const uint32_t p = sel ? (uint32_t)sel[begin + j] : begin + j;
-        const size_t off = nbi_cpu_page(b, s, p) * a->page_bytes + kv * a->head_bytes +
-                           p % NBI_PAGE_TOKENS * a->row_bytes;
-        sc->k[j] = a->keys + off;
-        sc->v[j] = a->values + off;
+        const size_t page = nbi_cpu_page(b, s, p);
+        if (a->shape.dtype == NBI_F8_E4M3) {
+            uint16_t *row = sc->decoded + (size_t)j * a->k_width;
+            nbi_cpu_decode(a->kernels, &a->shape, part, page, kv, p % NBI_PAGE_TOKENS, row);
+            rows[j] = row;
+        } else {
+            rows[j] = part + nbi_kv_at(&a->shape, page, kv, p % NBI_PAGE_TOKENS);
+        }
     }
 }
 
@@ -164,9 +172,16 @@ static void attend_block(const run *r, scratch *sc, const group *g, uint32_t kv,
 {
     const nbi_attend *a = r->a;
     const nbi_cpu_kernels *k = a->kernels;
-    find_rows(a, sc, r->first + g->row + g->n_rows - 1, kv, begin, n);
+    const nbi_dtype dtype = nbi_cpu_row_dtype(a->shape.dtype);
+    const uint32_t last = r->first + g->row + g->n_rows - 1;
+    find_rows(a, sc, a->keys, sc->k, last, kv, begin, n);
     k->dots(sc->s, NBI_ATTEND_BLOCK, sc->q, a->k_width, g->n_rows * heads,
-            (const void *const *)sc->k, a->dtype, n, a->k_width, a->scale);
+            (const void *const *)sc->k, dtype, n, a->k_width, a->scale);
+    const void **v = sc->k;
+    if (a->values != a->keys) {
+        v = sc->v;
+        find_rows(a, sc, a->values, v, last, kv, begin, n);
+    }
     for (uint32_t i = 0; i < g->n_rows * heads; i++) {
         const uint32_t see = visible(r->rows[g->row + i / heads].n, begin, n);
         if (see) fold_scores(a, sc, i, see, fresh);
@@ -176,13 +191,13 @@ static void attend_block(const run *r, scratch *sc, const group *g, uint32_t kv,
     const uint32_t common = visible(r->rows[g->row].n, begin, n);
     if (common)
         k->mix(sc->o, a->v_width, sc->s, NBI_ATTEND_BLOCK, g->n_rows * heads,
-               (const void *const *)sc->v, a->dtype, common, a->v_width);
+               (const void *const *)v, dtype, common, a->v_width);
     for (uint32_t i = 1; i < g->n_rows; i++) {
         const uint32_t see = visible(r->rows[g->row + i].n, begin, n);
         if (see > common)
             k->mix(sc->o + (size_t)i * heads * a->v_width, a->v_width,
                    sc->s + (size_t)i * heads * NBI_ATTEND_BLOCK + common, NBI_ATTEND_BLOCK, heads,
-                   (const void *const *)sc->v + common, a->dtype, see - common, a->v_width);
+                   (const void *const *)v + common, dtype, see - common, a->v_width);
     }
 }
 

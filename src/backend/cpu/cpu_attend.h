@@ -23,10 +23,9 @@ typedef struct nbi_attend {
     nbi_pool *pool;
     const nbi_batch *batch;
     const char *keys, *values; /* page 0 */
-    nbi_dtype dtype;
-    size_t page_bytes, head_bytes, row_bytes; /* strides: page, kv head in a page, position */
-    uint32_t k_width, v_width;
-    uint32_t n_kv, ratio; /* kv heads; query heads per kv head */
+    nbi_kv_shape shape;        /* of both; the values may be the front of wider vectors */
+    uint32_t k_width, v_width; /* at most k_width */
+    uint32_t n_kv, ratio;      /* kv heads; query heads per kv head */
     float scale;
     const int32_t *select; /* [T][select_stride] or NULL */
     uint32_t select_stride;

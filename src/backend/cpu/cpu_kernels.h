@@ -10,6 +10,7 @@
 #pragma once
 
 #include "backend/cpu/cpu_backend.h"
+#include "backend/kv_shape.h"
 #include "base/numfmt.h"
 
 #ifdef __cplusplus
@@ -35,6 +36,9 @@ typedef struct nbi_cpu_kernels {
     /* out[i * ldo + c] += sum_j p[i * ldp + j] * rows[j][c], j ascending. */
     void (*mix)(float *out, size_t ldo, const float *p, size_t ldp, uint32_t n_p,
                 const void *const *rows, nbi_dtype dtype, uint32_t n_rows, uint32_t n);
+
+    /* out[i] = codes[i] (E4M3) * scale in BF16, exact: kv_shape.h. */
+    void (*codes_bf16)(uint16_t *out, const uint8_t *codes, float scale, uint32_t n);
 
     /* c[i * ldc + j] = sum_k a[i * lda + k] * b[k * NBI_CPU_PANEL + j] (+ c before, when `add`);
      * i < m, k < n_k, j < NBI_CPU_PANEL. With max_group 1 one sum per call, else calls that
@@ -114,15 +118,23 @@ static inline void nbi_cpu_rotate(float *x, const nbi_rope_rows *rope, uint32_t 
     }
 }
 
-/* n floats to cache type. */
-static inline void nbi_cpu_store(void *dst, nbi_dtype dtype, const float *x, uint32_t n)
+/* Type of the rows that attention's kernels get: those of an E4M3 cache are decoded first. */
+static inline nbi_dtype nbi_cpu_row_dtype(nbi_dtype cache)
 {
-    if (dtype == NBI_F32) {
-        memcpy(dst, x, n * sizeof *x);
-        return;
-    }
-    uint16_t *h = (uint16_t *)dst;
-    for (uint32_t i = 0; i < n; i++) h[i] = nbi_f32_bf16(x[i]);
+    return cache == NBI_F8_E4M3 ? NBI_BF16 : cache;
+}
+
+/* A vector of an E4M3 cache in BF16. */
+static inline void nbi_cpu_decode(const nbi_cpu_kernels *k, const nbi_kv_shape *s, const void *part,
+                                  size_t page, uint32_t head, uint32_t slot, uint16_t *out)
+{
+    const char *from = (const char *)part + nbi_kv_at(s, page, head, slot);
+    const char *at = (const char *)part + nbi_kv_scales_at(s, page, head, slot);
+    const float *scales = (const float *)(const void *)at;
+    for (uint32_t i = 0; i < s->coded; i += NBI_KV_GROUP)
+        k->codes_bf16(out + i, (const uint8_t *)from + i, scales[i / NBI_KV_GROUP],
+                      s->coded - i < NBI_KV_GROUP ? s->coded - i : NBI_KV_GROUP);
+    memcpy(out + s->coded, from + s->tail, (s->width - s->coded) * sizeof *out);
 }
 
 /* Page of position p of sequence s. */

@@ -304,6 +304,7 @@ const nbi_cpu_kernels nbi_cpu_kernels_amx = {
     .dots = dots_amx,
     .mix = mix_amx,
     .product = product,
+    .codes_bf16 = codes_bf16,
     .max = max_of,
     .exp_sum = exp_sum,
     .log_sum = log_sum,

@@ -82,6 +82,23 @@ static inline vh v_load_h_n(const uint16_t *p, uint32_t n)
     return v_load_h(h);
 }
 
+/* 8 codes of E4M3 times 2^-8. */
+static inline vf v_codes(const uint8_t *p)
+{
+    const __m128i c = _mm_cvtepu8_epi16(_mm_loadl_epi64((const __m128i *)(const void *)p));
+    const __m128i low = _mm_slli_epi16(_mm_and_si128(c, _mm_set1_epi16(0x7f)), 7);
+    const __m128i sign = _mm_slli_epi16(_mm_and_si128(c, _mm_set1_epi16(0x80)), 8);
+    return _mm256_cvtph_ps(_mm_or_si128(low, sign));
+}
+
+/* The upper halves: values that are exact in BF16. */
+static inline void v_store_high(uint16_t *p, vf v)
+{
+    const __m256i h = _mm256_srli_epi32(_mm256_castps_si256(v), 16);
+    const __m256i both = _mm256_permute4x64_epi64(_mm256_packus_epi32(h, h), 0x08);
+    _mm_storeu_si128((__m128i *)(void *)p, _mm256_castsi256_si128(both));
+}
+
 static inline vf v_even(vh h)
 {
     return _mm256_castsi256_ps(_mm256_slli_epi32(h, 16));

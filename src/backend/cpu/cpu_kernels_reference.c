@@ -87,6 +87,11 @@ static void exp_to(float *out, const float *x, uint32_t n, float scale, float ma
         out[i] = (float)exp(((double)x[i] - (double)max) * (double)scale);
 }
 
+static void codes_bf16(uint16_t *out, const uint8_t *codes, float scale, uint32_t n)
+{
+    for (uint32_t i = 0; i < n; i++) out[i] = nbi_f32_bf16(nbi_e4m3_f32(codes[i]) * scale);
+}
+
 static void relu_add(float *acc, const float *s, uint32_t n, float w)
 {
     for (uint32_t i = 0; i < n; i++) acc[i] += w * (s[i] > 0 || isnan(s[i]) ? s[i] : 0.0f);
@@ -118,6 +123,7 @@ const nbi_cpu_kernels nbi_cpu_kernels_reference = {
     .dots = dots,
     .mix = mix,
     .product = product,
+    .codes_bf16 = codes_bf16,
     .max = max_of,
     .exp_sum = exp_sum,
     .log_sum = log_sum,

@@ -60,6 +60,22 @@ static inline vh v_load_h_n(const uint16_t *p, uint32_t n)
     return _mm512_maskz_loadu_epi16(m, p);
 }
 
+/* 16 codes of E4M3 times 2^-8. */
+static inline vf v_codes(const uint8_t *p)
+{
+    const __m256i c = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i *)(const void *)p));
+    const __m256i low = _mm256_slli_epi16(_mm256_and_si256(c, _mm256_set1_epi16(0x7f)), 7);
+    const __m256i sign = _mm256_slli_epi16(_mm256_and_si256(c, _mm256_set1_epi16(0x80)), 8);
+    return _mm512_cvtph_ps(_mm256_or_si256(low, sign));
+}
+
+/* The upper halves: values that are exact in BF16. */
+static inline void v_store_high(uint16_t *p, vf v)
+{
+    const __m512i h = _mm512_srli_epi32(_mm512_castps_si512(v), 16);
+    _mm256_storeu_si256((__m256i *)(void *)p, _mm512_cvtepi32_epi16(h));
+}
+
 static inline vf v_even(vh h)
 {
     return _mm512_castsi512_ps(_mm512_slli_epi32(h, 16));

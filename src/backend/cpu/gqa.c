@@ -1,6 +1,6 @@
 /* Grouped-query attention: norm, rotate and append keys and values; attend.
  * Callers: the table in cpu.c.
- * Invariant: the cache holds rotated, normed keys, [pages][kv heads][64][head_dim]. */
+ * Invariant: the cache holds rotated, normed keys, kv_shape.h. */
 #include "backend/cpu/cpu_attend.h"
 #include "backend/cpu/cpu_scratch.h"
 
@@ -21,7 +21,7 @@ static void append_task(void *arg, uint32_t begin, uint32_t end, uint32_t thread
     const nbi_gqa_append_args *a = arg;
     const nbi_batch *b = a->batch;
     const uint32_t hd = a->head_dim;
-    const size_t elem = nbi_dtype_bits(a->cache->dtype) / 8;
+    const nbi_kv_shape shape = nbi_kv_head_shape(a->cache->dtype, a->n_kv_heads, hd);
     for (uint32_t t = begin; t < end; t++) {
         float *q = (float *)a->q + (size_t)t * a->n_heads * hd;
         float *k = (float *)a->k + (size_t)t * a->n_kv_heads * hd;
@@ -32,10 +32,9 @@ static void append_task(void *arg, uint32_t begin, uint32_t end, uint32_t thread
         const size_t page = nbi_cpu_page(b, (uint32_t)b->row_seq[t], p);
         for (uint32_t h = 0; h < a->n_kv_heads; h++) {
             norm_rotate(k + (size_t)h * hd, a->k_norm, a, t);
-            const size_t at =
-                ((page * a->n_kv_heads + h) * NBI_PAGE_TOKENS + p % NBI_PAGE_TOKENS) * hd * elem;
-            nbi_cpu_store((char *)a->cache->k + at, a->cache->dtype, k + (size_t)h * hd, hd);
-            nbi_cpu_store((char *)a->cache->v + at, a->cache->dtype, v + (size_t)h * hd, hd);
+            const uint32_t slot = p % NBI_PAGE_TOKENS;
+            nbi_kv_write(&shape, a->cache->k, page, h, slot, 0, k + (size_t)h * hd, hd);
+            nbi_kv_write(&shape, a->cache->v, page, h, slot, 0, v + (size_t)h * hd, hd);
         }
     }
 }
@@ -61,7 +60,6 @@ void nbi_cpu_gqa_attend(nbi_backend *b, const nbi_gqa_attend_args *a)
 {
     nbi_cpu *cpu = nbi_cpu_of(b);
     const uint32_t T = a->batch->n_rows, hd = a->head_dim;
-    const size_t elem = nbi_dtype_bits(a->cache->dtype) / 8;
     const size_t fixed = nbi_attend_thread_bytes(nbi_pool_threads(cpu->pool), hd, hd);
     NB_ASSERT(a->n_heads % a->n_kv_heads == 0 && fixed < cpu->attention_bytes);
     nbi_attend at = {.kernels = nbi_cpu_kernels_many(cpu->level, a->n_heads / a->n_kv_heads),
@@ -69,10 +67,7 @@ void nbi_cpu_gqa_attend(nbi_backend *b, const nbi_gqa_attend_args *a)
                      .batch = a->batch,
                      .keys = a->cache->k,
                      .values = a->cache->v,
-                     .dtype = a->cache->dtype,
-                     .page_bytes = a->n_kv_heads * NBI_PAGE_TOKENS * hd * elem,
-                     .head_bytes = NBI_PAGE_TOKENS * hd * elem,
-                     .row_bytes = hd * elem,
+                     .shape = nbi_kv_head_shape(a->cache->dtype, a->n_kv_heads, hd),
                      .k_width = hd,
                      .v_width = hd,
                      .n_kv = a->n_kv_heads,

@@ -17,7 +17,7 @@ static void append_task(void *arg, uint32_t begin, uint32_t end, uint32_t thread
     const nbi_index_append_args *a = arg;
     const nbi_batch *b = a->batch;
     const uint32_t n = a->index_dim;
-    const size_t elem = nbi_dtype_bits(a->cache->dtype) / 8;
+    const nbi_kv_shape shape = nbi_kv_head_shape(a->cache->dtype, 1, n);
     float key[NBI_CPU_WIDTH_MAX];
     for (uint32_t t = begin; t < end; t++) {
         const float *k = (const float *)a->k + (size_t)t * n;
@@ -31,9 +31,7 @@ static void append_task(void *arg, uint32_t begin, uint32_t end, uint32_t thread
         nbi_cpu_rotate(key, a->rope, t);
         const uint32_t p = (uint32_t)b->pos[t];
         const size_t page = nbi_cpu_page(b, (uint32_t)b->row_seq[t], p);
-        nbi_cpu_store((char *)a->cache->index_k +
-                          (page * NBI_PAGE_TOKENS + p % NBI_PAGE_TOKENS) * n * elem,
-                      a->cache->dtype, key, n);
+        nbi_kv_write(&shape, a->cache->index_k, page, 0, p % NBI_PAGE_TOKENS, 0, key, n);
     }
 }
 
@@ -60,16 +58,19 @@ typedef struct indexing {
 typedef struct index_scratch {
     float *dots;       /* [heads][INDEX_BLOCK] */
     const void **rows; /* [INDEX_BLOCK] */
+    uint16_t *decoded; /* [INDEX_BLOCK][index_dim] those of an E4M3 cache */
 } index_scratch;
 
-static size_t index_layout(index_scratch *s, char *base, uint32_t n_heads)
+static size_t index_layout(index_scratch *s, char *base, uint32_t n_heads, uint32_t dim)
 {
     nbi_plan p = {0};
     const size_t dots = nbi_plan_add(&p, (size_t)n_heads * INDEX_BLOCK * sizeof(float));
     const size_t rows = nbi_plan_add(&p, INDEX_BLOCK * sizeof(void *));
+    const size_t decoded = nbi_plan_add(&p, (size_t)INDEX_BLOCK * dim * sizeof(uint16_t));
     if (s)
         *s = (index_scratch){.dots = (float *)(void *)(base + dots),
-                             .rows = (const void **)(void *)(base + rows)};
+                             .rows = (const void **)(void *)(base + rows),
+                             .decoded = (uint16_t *)(void *)(base + decoded)};
     return p.bytes;
 }
 
@@ -95,18 +96,23 @@ static void score_block(const indexing *x, index_scratch *sc, uint32_t t, uint32
 {
     const nbi_index_select_args *a = x->a;
     const nbi_batch *b = a->batch;
-    const size_t row_bytes = a->index_dim * (nbi_dtype_bits(a->cache->dtype) / 8);
+    const nbi_kv_shape shape = nbi_kv_head_shape(a->cache->dtype, 1, a->index_dim);
     for (uint32_t j = 0; j < n; j++) {
         const uint32_t p = begin + j;
-        const size_t slot =
-            nbi_cpu_page(b, (uint32_t)b->row_seq[t], p) * NBI_PAGE_TOKENS + p % NBI_PAGE_TOKENS;
-        sc->rows[j] = (const char *)a->cache->index_k + slot * row_bytes;
+        const size_t page = nbi_cpu_page(b, (uint32_t)b->row_seq[t], p);
+        const uint32_t slot = p % NBI_PAGE_TOKENS;
+        sc->rows[j] = (const char *)a->cache->index_k + nbi_kv_at(&shape, page, 0, slot);
+        if (shape.dtype != NBI_F8_E4M3) continue;
+        uint16_t *row = sc->decoded + (size_t)j * a->index_dim;
+        nbi_cpu_decode(x->k, &shape, a->cache->index_k, page, 0, slot, row);
+        sc->rows[j] = row;
     }
     const float *q = (const float *)a->q + (size_t)t * a->n_heads * a->index_dim;
     const float *w = a->w + (size_t)t * a->n_heads;
     const float head_scale = (float)(1.0 / sqrt((double)a->n_heads));
     x->k->dots(sc->dots, INDEX_BLOCK, q, a->index_dim, a->n_heads, (const void *const *)sc->rows,
-               a->cache->dtype, n, a->index_dim, (float)(1.0 / sqrt((double)a->index_dim)));
+               nbi_cpu_row_dtype(a->cache->dtype), n, a->index_dim,
+               (float)(1.0 / sqrt((double)a->index_dim)));
     memset(out, 0, n * sizeof *out);
     for (uint32_t h = 0; h < a->n_heads; h++)
         x->k->relu_add(out, sc->dots + (size_t)h * INDEX_BLOCK, n, w[h] * head_scale);
@@ -121,7 +127,7 @@ static void score_task(void *arg, uint32_t begin, uint32_t end, uint32_t thread)
 {
     const indexing *x = arg;
     index_scratch sc;
-    index_layout(&sc, x->threads + thread * x->thread_bytes, x->a->n_heads);
+    index_layout(&sc, x->threads + thread * x->thread_bytes, x->a->n_heads, x->a->index_dim);
     for (uint32_t i = begin; i < end; i++) {
         const uint32_t r = i / x->blocks, at = i % x->blocks * INDEX_BLOCK;
         const uint32_t len = (uint32_t)x->a->batch->pos[x->first + r] + 1;
@@ -195,7 +201,7 @@ static void select_task(void *arg, uint32_t begin, uint32_t end, uint32_t thread
 
 size_t nbi_cpu_index_fixed(uint32_t threads, const nbi_limits *l)
 {
-    return threads * index_layout(NULL, NULL, l->index_heads);
+    return threads * index_layout(NULL, NULL, l->index_heads, l->index_dim);
 }
 
 size_t nbi_cpu_index_row(uint32_t n_positions)
@@ -213,7 +219,7 @@ void nbi_cpu_index_select(nbi_backend *b, const nbi_index_select_args *a)
 
     indexing x = {.a = a, .k = nbi_cpu_kernels_many(cpu->level, a->n_heads)};
     x.threads = cpu->attention;
-    x.thread_bytes = index_layout(NULL, NULL, a->n_heads);
+    x.thread_bytes = index_layout(NULL, NULL, a->n_heads, a->index_dim);
     const size_t fixed = threads * x.thread_bytes;
     NB_ASSERT(fixed < cpu->attention_bytes);
     x.scores = (float *)(void *)((char *)cpu->attention + fixed);

@@ -19,8 +19,8 @@ static void append_task(void *arg, uint32_t begin, uint32_t end, uint32_t thread
     (void)thread;
     const nbi_mla_append_args *a = arg;
     const nbi_batch *b = a->batch;
-    const uint32_t width = a->kv_lora + a->rope_dim, head = a->nope_dim + a->rope_dim;
-    const size_t elem = nbi_dtype_bits(a->cache->dtype) / 8;
+    const uint32_t head = a->nope_dim + a->rope_dim;
+    const nbi_kv_shape shape = nbi_kv_latent_shape(a->cache->dtype, a->kv_lora, a->rope_dim);
     for (uint32_t t = begin; t < end; t++) {
         float *q = (float *)a->q + (size_t)t * a->n_heads * head;
         for (uint32_t h = 0; h < a->n_heads; h++)
@@ -33,18 +33,17 @@ static void append_task(void *arg, uint32_t begin, uint32_t end, uint32_t thread
 
         const uint32_t p = (uint32_t)b->pos[t];
         const size_t page = nbi_cpu_page(b, (uint32_t)b->row_seq[t], p);
-        char *dst = (char *)a->cache->latent +
-                    (page * NBI_PAGE_TOKENS + p % NBI_PAGE_TOKENS) * width * elem;
-        float strip[64];
-        for (uint32_t i0 = 0; i0 < a->kv_lora; i0 += 64) {
-            const uint32_t n = a->kv_lora - i0 < 64 ? a->kv_lora - i0 : 64;
+        const uint32_t slot = p % NBI_PAGE_TOKENS;
+        float strip[NBI_KV_GROUP];
+        for (uint32_t i0 = 0; i0 < a->kv_lora; i0 += NBI_KV_GROUP) {
+            const uint32_t n = a->kv_lora - i0 < NBI_KV_GROUP ? a->kv_lora - i0 : NBI_KV_GROUP;
             for (uint32_t i = 0; i < n; i++) strip[i] = kv[i0 + i] * r * a->kv_norm[i0 + i];
-            nbi_cpu_store(dst + i0 * elem, a->cache->dtype, strip, n);
+            nbi_kv_write(&shape, a->cache->latent, page, 0, slot, i0, strip, n);
         }
         float key[NBI_CPU_WIDTH_MAX];
         memcpy(key, kv + a->kv_lora, a->rope_dim * sizeof *key);
         nbi_cpu_rotate(key, a->rope, t);
-        nbi_cpu_store(dst + a->kv_lora * elem, a->cache->dtype, key, a->rope_dim);
+        nbi_kv_write(&shape, a->cache->latent, page, 0, slot, a->kv_lora, key, a->rope_dim);
     }
 }
 
@@ -178,7 +177,6 @@ static void attend_absorbed(nbi_cpu *cpu, const nbi_mla_attend_args *a, uint32_t
                             uint32_t end)
 {
     const uint32_t threads = nbi_pool_threads(cpu->pool);
-    const size_t esize = nbi_dtype_bits(a->cache->dtype) / 8;
     mla m = {.a = a,
              .k = nbi_cpu_kernels_of(cpu->level),
              .first = first,
@@ -195,9 +193,7 @@ static void attend_absorbed(nbi_cpu *cpu, const nbi_mla_attend_args *a, uint32_t
                      .batch = a->batch,
                      .keys = a->cache->latent,
                      .values = a->cache->latent,
-                     .dtype = a->cache->dtype,
-                     .page_bytes = NBI_PAGE_TOKENS * m.q_width * esize,
-                     .row_bytes = m.q_width * esize,
+                     .shape = nbi_kv_latent_shape(a->cache->dtype, a->kv_lora, a->rope_dim),
                      .k_width = m.q_width,
                      .v_width = a->kv_lora,
                      .n_kv = 1,

@@ -99,14 +99,25 @@ static void turn_weights(const nbi_mla_attend_args *a, float *to, float *row_buf
     }
 }
 
-static void load(float *to, const void *from, nbi_dtype dtype, uint32_t n)
+/* A position's latent and rope key. */
+static void load(const expanded *e, const nbi_kv_shape *shape, size_t page, uint32_t slot,
+                 float *latent, float *rope)
 {
-    if (dtype == NBI_F32) {
-        memcpy(to, from, n * sizeof *to);
+    const nbi_mla_attend_args *a = e->a;
+    const char *from = (const char *)a->cache->latent + nbi_kv_at(shape, page, 0, slot);
+    uint16_t decoded[NBI_CPU_WIDTH_MAX];
+    if (shape->dtype == NBI_F32) {
+        memcpy(latent, from, a->kv_lora * sizeof *latent);
+        memcpy(rope, from + a->kv_lora * sizeof *latent, a->rope_dim * sizeof *rope);
         return;
     }
-    const uint16_t *h = from;
-    for (uint32_t i = 0; i < n; i++) to[i] = nbi_bf16_f32(h[i]);
+    const uint16_t *h = (const uint16_t *)(const void *)from;
+    if (shape->dtype == NBI_F8_E4M3) {
+        nbi_cpu_decode(e->k, shape, a->cache->latent, page, 0, slot, decoded);
+        h = decoded;
+    }
+    for (uint32_t i = 0; i < a->kv_lora; i++) latent[i] = nbi_bf16_f32(h[i]);
+    for (uint32_t i = 0; i < a->rope_dim; i++) rope[i] = nbi_bf16_f32(h[a->kv_lora + i]);
 }
 
 /* Latents of positions [p0, p0 + n), and their rope keys into columns of `keys`. */
@@ -114,17 +125,14 @@ static void load_positions(const expanded *e, const scratch *sc, uint32_t p0, ui
                            uint32_t block)
 {
     const nbi_mla_attend_args *a = e->a;
-    const uint32_t width = a->kv_lora + a->rope_dim, qk = a->nope_dim + a->rope_dim;
-    const size_t elem = nbi_dtype_bits(a->cache->dtype) / 8;
+    const uint32_t qk = a->nope_dim + a->rope_dim;
+    const nbi_kv_shape shape = nbi_kv_latent_shape(a->cache->dtype, a->kv_lora, a->rope_dim);
     const uint32_t seq = (uint32_t)a->batch->row_seq[e->first];
     float rope[NBI_CPU_WIDTH_MAX];
     for (uint32_t i = 0; i < n; i++) {
         const uint32_t p = p0 + i, at = p - block;
-        const char *from =
-            (const char *)a->cache->latent +
-            (nbi_cpu_page(a->batch, seq, p) * NBI_PAGE_TOKENS + p % NBI_PAGE_TOKENS) * width * elem;
-        load(sc->latents + (size_t)i * a->kv_lora, from, a->cache->dtype, a->kv_lora);
-        load(rope, from + a->kv_lora * elem, a->cache->dtype, a->rope_dim);
+        load(e, &shape, nbi_cpu_page(a->batch, seq, p), p % NBI_PAGE_TOKENS,
+             sc->latents + (size_t)i * a->kv_lora, rope);
         float *column = sc->keys + ((size_t)(at / PANEL) * qk + a->nope_dim) * PANEL + at % PANEL;
         for (uint32_t c = 0; c < a->rope_dim; c++) column[(size_t)c * PANEL] = rope[c];
     }
@@ -292,6 +300,7 @@ void nbi_cpu_mla_expanded(nbi_cpu *cpu, const nbi_mla_attend_args *a, uint32_t f
                   .n_rows = n_rows,
                   .threads = cpu->attention};
     e.thread_bytes = layout(NULL, NULL, a->nope_dim, a->rope_dim, a->v_dim, a->kv_lora);
+    NB_ASSERT(a->kv_lora + a->rope_dim <= NBI_CPU_WIDTH_MAX);
     NB_ASSERT(!a->select && threads * e.thread_bytes <= cpu->attention_bytes);
     const uint32_t want = (2 * threads + a->n_heads - 1) / a->n_heads; /* spans for all threads */
     e.span = (n_rows + want - 1) / want;
