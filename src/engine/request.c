@@ -11,8 +11,8 @@ void nbi_engine_kick(nb_engine *e)
 {
     pthread_mutex_lock(&e->lock);
     e->kick = true;
-    pthread_cond_signal(&e->work);
     pthread_mutex_unlock(&e->lock);
+    pthread_cond_signal(&e->work); /* now: a thread that wakes finds the lock free */
 }
 
 /* ---------------------------------------------------------------- checks */
@@ -295,9 +295,9 @@ nb_status nbi_request_enqueue(nb_engine *e, nb_request *r, nb_error *err)
     } else {
         nbi_queue_push(e, r);
         e->kick = true;
-        pthread_cond_signal(&e->work);
     }
     pthread_mutex_unlock(&e->lock);
+    if (st == NB_OK) pthread_cond_signal(&e->work);
     return st;
 }
 

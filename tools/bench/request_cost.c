@@ -1,10 +1,11 @@
-/* What tools/bench/request_cost.py times: one completion of a token, by turns through the server,
- * from an engine that the caller steps, and from an engine with a thread of its own. One process
- * and one clock for all.
+/* What tools/bench/request_cost.py times: completions of one token, by turns of TURN through the
+ * server, from an engine that the caller steps, and from an engine with a thread of its own. One
+ * process and one clock for all. Within a turn each has the caches to itself, as in use; a turn is
+ * short, so that all meet the same state of the machine.
  *
  *     request_cost PORT MODEL THREADS REQUESTS PROMPT
  *
- * One line per turn: nanoseconds of the three, and of `GET /v1/models`. */
+ * One line per request: nanoseconds of the three, and of `GET /v1/models`. */
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <nibble.h>
@@ -14,6 +15,8 @@
 #include <sys/socket.h>
 #include <time.h>
 #include <unistd.h>
+
+#define TURN 20
 
 static _Noreturn void fail(const char *what, const char *why)
 {
@@ -123,14 +126,17 @@ int main(int argc, char **argv)
     if (n_body >= (int)sizeof body || n >= (int)sizeof request) fail("prompt", "too long");
     const char *get = "GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n";
     const int fd = dial(atoi(argv[1]));
-    for (int i = -50; i < atoi(argv[4]); i++) { /* the first ones only warm up */
-        const uint64_t http = through_server(fd, get, strlen(get), "\"object\":\"list\"");
-        const uint64_t server = through_server(fd, request, (size_t)n, "\"completion_tokens\":1");
-        const uint64_t alone = through_engine(stepped, &options, true),
-                       thread = through_engine(started, &options, false);
-        if (i >= 0)
-            printf("%lu %lu %lu %lu\n", (unsigned long)server, (unsigned long)alone,
-                   (unsigned long)thread, (unsigned long)http);
+    for (int turn = -2; turn * TURN < atoi(argv[4]); turn++) { /* the first ones only warm up */
+        uint64_t server[TURN], alone[TURN], thread[TURN], http[TURN];
+        for (int i = 0; i < TURN; i++)
+            http[i] = through_server(fd, get, strlen(get), "\"object\":\"list\"");
+        for (int i = 0; i < TURN; i++)
+            server[i] = through_server(fd, request, (size_t)n, "\"completion_tokens\":1");
+        for (int i = 0; i < TURN; i++) alone[i] = through_engine(stepped, &options, true);
+        for (int i = 0; i < TURN; i++) thread[i] = through_engine(started, &options, false);
+        for (int i = 0; i < TURN && turn >= 0; i++)
+            printf("%lu %lu %lu %lu\n", (unsigned long)server[i], (unsigned long)alone[i],
+                   (unsigned long)thread[i], (unsigned long)http[i]);
     }
     close(fd);
     nb_free(ids);

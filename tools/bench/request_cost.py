@@ -4,10 +4,10 @@
     tools/bench/request_cost.py --build build/release [--threads 1] [--requests 3000] [--prompt TEXT]
 
 Compiles tools/bench/request_cost.c against libnibble.so of the build and starts `nibble serve`. The same greedy completion of a short
-prompt then goes by turns through the server (raw socket, not streamed), through an engine that the caller steps, and through an
-engine that steps in a thread of its own: medians of each, and of the difference of each turn, in microseconds. `over_engine` is the
-server's time less that of the stepped engine, which pays for no thread at all; `over_engine_thread` leaves out the two hand-overs to
-and from the engine's thread too. Whatever else is given goes to `nibble serve`.
+prompt then goes by turns of twenty through the server (raw socket, not streamed), through an engine that the caller steps, and
+through an engine that steps in a thread of its own: medians of each, and of the differences of requests in the same place of a turn,
+in microseconds. `over_engine_thread` is what HTTP and JSON cost; `over_engine`, less an engine that pays for no thread at all, has the
+two hand-overs to and from the engine's thread in it too. Whatever else is given goes to `nibble serve`.
 """
 
 import argparse
