@@ -424,17 +424,10 @@ typedef struct nb_sampling {
     bool ignore_eos;
     bool skip_special; /* special tokens give no text (default true) */
     bool include_stop; /* keep the stop string in the text */
-    uint32_t n_stop_strings, n_stop_ids;
-    const char *stop_strings[NB_STOP_STRINGS_MAX]; /* UTF-8, not empty */
-    uint32_t n_stop_regex;
-    const char *stop_regex[NB_STOP_REGEX_MAX]; /* PCRE2, UTF-8: the answer ends with the first
-                                                  character that completes a match of at most 256
-                                                  bytes, and is cut before the match */
-    int32_t stop_ids[NB_STOP_IDS_MAX];
-    int32_t n_logprobs;     /* -1: none; 0: of the chosen token; k <= 20: and the k best */
-    uint32_t n_logprob_ids; /* with n_logprobs >= 0: log-probabilities of these instead of the
-                               best; in nb_event.top in this order */
-    int32_t logprob_ids[NB_TOP_LOGPROBS_MAX];
+    uint32_t n_stop_strings, n_stop_ids, n_stop_regex;
+    int32_t n_logprobs;       /* -1: none; 0: of the chosen token; k <= 20: and the k best */
+    uint32_t n_logprob_ids;   /* with n_logprobs >= 0: log-probabilities of these instead of the
+                                 best; in nb_event.top in this order */
     float frequency_penalty;  /* [-2, 2]; per occurrence in the answer */
     float presence_penalty;   /* [-2, 2]; once per token of the answer */
     float repetition_penalty; /* (0, 2]; 1 is off; tokens of prompt and answer */
@@ -457,6 +450,13 @@ typedef struct nb_sampling {
     /* The answer ends where its last tokens are repeat_count times the same piece of repeat_min
      * (0 is 1) to repeat_max tokens; not before min_tokens. repeat_count 0: off, else at least 2 */
     uint32_t repeat_min, repeat_max, repeat_count;
+    /* [n_...] The arrays stand behind what every step looks at. */
+    const char *stop_strings[NB_STOP_STRINGS_MAX]; /* UTF-8, not empty */
+    const char *stop_regex[NB_STOP_REGEX_MAX];     /* PCRE2, UTF-8: the answer ends with the first
+                                                      character that completes a match of at most 256
+                                                      bytes, and is cut before the match */
+    int32_t stop_ids[NB_STOP_IDS_MAX];
+    int32_t logprob_ids[NB_TOP_LOGPROBS_MAX];
 } nb_sampling;
 
 void nb_sampling_default(const nb_engine *engine, nb_sampling *sampling);

@@ -39,6 +39,12 @@ void nbi_heap_allow(void);
 void nbi_heap_fail_after(long n);
 long nbi_heap_count(void);
 
+/* Asks for `bytes` at `at`, which will be read or written soon; any address will do. */
+static inline void nbi_prefetch(const void *at, size_t bytes)
+{
+    for (size_t i = 0; i < bytes + 63; i += 64) __builtin_prefetch((const char *)at + i);
+}
+
 /* ---- plan: sizes and offsets of one allocation. The same function sizes and lays out. */
 typedef struct nbi_plan {
     size_t bytes; /* running total, multiple of 64 */

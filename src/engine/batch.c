@@ -82,6 +82,7 @@ void nbi_step_batch_clear(nbi_step_batch *b)
                           .row_fault = b->row_fault};
     b->seq_first[0] = 0;
     b->seq_logit[0] = 0;
+    b->constrained = false;
 }
 
 /* Where a mask leaves nothing but the end, the end is not banned. */
@@ -126,6 +127,7 @@ static void add_logit_row(nbi_step_batch *b, nb_request *r, uint32_t row, uint32
         b->sample_rows[i].forced_id = r->tokens[p + 1];
         return;
     }
+    b->constrained = b->constrained || r->masks || p + 1 - r->n_prompt < s->min_tokens;
     b->sample_rows[i].adjust = r->penalties.adjust;
     b->sample_rows[i].n_adjust = r->penalties.n;
 }
@@ -167,7 +169,7 @@ void nbi_step_batch_forget(nbi_step_batch *b, const nb_request *r)
 
 void nbi_step_batch_constrain(nbi_step_batch *b)
 {
-    for (uint32_t s = 0; s < b->view.n_seqs; s++) {
+    for (uint32_t s = 0; b->constrained && s < b->view.n_seqs; s++) {
         nb_request *r = b->seqs[s];
         uint32_t drafts = 0; /* before the row */
         if (!r) continue;

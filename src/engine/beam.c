@@ -233,6 +233,7 @@ static uint32_t advance(nb_engine *e, nbi_beams *g)
     nb_request *first = g->members[0];
     nbi_meter_stamp(e, first);
     nbi_meter_tokens(e, first, 1);
+    nbi_meter_flush(e);
     if (n) go_on(e, g, next, n);
     g->n_live = n;
     g->step++;

@@ -65,69 +65,75 @@ typedef struct nbi_token_limits {
 typedef struct nbi_beams nbi_beams; /* beam.h */
 
 struct nb_request {
+    /* sequence: the step's. What every step looks at comes first, in as few cache lines as can be:
+     * between two steps the model has emptied the caches. */
     nb_engine *engine;
-    nb_request *next; /* waiting list */
-    atomic_int refs;  /* the user's and the engine's */
-    atomic_bool cancelled;
-    uint32_t passed; /* how often a later request was admitted before it; the step's */
-
-    /* sequence: the step's */
-    nb_sampling sampling;
-    int32_t end_ids[NBI_EOS_MAX + NB_STOP_IDS_MAX]; /* ids that end the answer */
-    uint32_t n_end_ids;
     int32_t *tokens; /* [n_max] prompt, then answer */
     uint32_t n_prompt, n_tokens, n_max;
-    uint32_t n_expanded; /* positions of the prompt in MLA's expanded form: whole pages */
     uint32_t n_cached;   /* positions in the KV cache */
+    uint32_t n_expanded; /* positions of the prompt in MLA's expanded form: whole pages */
     uint32_t n_reported; /* prompt tokens whose event was written */
     int32_t *pages;      /* [n_pages_max] */
     uint32_t n_pages, n_pages_max;
-    uint32_t n_shared;              /* of them, from the front: nodes of the prefix tree */
-    int32_t priority;               /* lower goes first */
-    uint64_t client;                /* for turns within a priority */
-    uint64_t deadline_ns;           /* on the clock of nbi_now_ns(); 0: none */
-    size_t bytes;                   /* counted in the engine's request_bytes */
-    atomic_uint cached_tokens;      /* of the prompt, found in the tree at first admission */
-    int32_t drafts[NBI_DRAFTS_MAX]; /* [n_drafts] guesses at the tokens behind tokens[] */
+    uint32_t n_shared; /* of them, from the front: nodes of the prefix tree */
+    uint32_t rows;     /* rows in the batch being run */
+    uint32_t n_owed;   /* its newest tokens, of which no event was written yet */
     uint32_t n_drafts, drafts_wanted;
-    nb_count count_as;
-    nbi_request_clock clock;
+    uint32_t n_sure; /* events that the ring has room for, whatever its reader does; 0: not known */
+    bool lacked_room; /* when a step last asked its ring itself */
+    atomic_bool cancelled;
+    bool has_limits;
+    bool has_stops;       /* strings or expressions are looked for in the text */
+    bool admitted;        /* once */
+    bool preempted;       /* waits again: goes before those of its priority that never ran */
+    uint64_t deadline_ns; /* on the clock of nbi_now_ns(); 0: none */
+    nbi_beams *beams;     /* the search it is part of; NULL: none */
+    uint32_t beam;        /* its place there */
+    uint32_t n_masks;     /* of masks known; 0 after every token */
+    uint32_t *masks; /* [1 + drafts at most][mask_words] of the next token and those behind drafts;
+                        NULL: neither grammar nor limits */
     uint64_t metered_ns; /* when it was last given tokens */
-    nb_finish finish;    /* of the event that ended it */
-    bool admitted;       /* once */
-    bool preempted;      /* waits again: goes before those of its priority that never ran */
     nbi_penalties penalties;
     nb_grammar grammar; /* mask NULL: none */
-    nbi_token_limits limits;
-    bool has_limits;
-    nbi_beams *beams; /* the search it is part of; NULL: none */
-    uint32_t beam;    /* its place there */
-    uint32_t *masks;  /* [1 + drafts at most][mask_words] of the next token and those behind drafts;
-                         NULL: neither grammar nor limits */
-    uint32_t n_masks; /* of them known; 0 after every token */
-    uint32_t mask_words;
-    uint32_t rows;       /* rows in the batch being run */
-    uint32_t n_owed;     /* its newest tokens, of which no event was written yet */
-    nbi_decoder decoder; /* bytes -> whole characters */
-    nbi_stop *stop;      /* holds back what may become a stop string */
+    nb_count count_as;
+    uint32_t n_end_ids;
+    nb_sampling sampling;                           /* its arrays are last */
+    int32_t end_ids[NBI_EOS_MAX + NB_STOP_IDS_MAX]; /* ids that end the answer */
 
-    /* events: `lock` */
+    /* sequence: the rest */
+    nb_request *next;          /* waiting list */
+    atomic_int refs;           /* the user's and the engine's */
+    uint32_t passed;           /* how often a later request was admitted before it; the step's */
+    int32_t priority;          /* lower goes first */
+    uint64_t client;           /* for turns within a priority */
+    size_t bytes;              /* counted in the engine's request_bytes */
+    atomic_uint cached_tokens; /* of the prompt, found in the tree at first admission */
+    int32_t drafts[NBI_DRAFTS_MAX]; /* [n_drafts] guesses at the tokens behind tokens[] */
+    nb_finish finish;               /* of the event that ended it */
+    nbi_token_limits limits;
+    uint32_t mask_words;
+
+    /* events: `lock`, but for the text before it is one */
+    nbi_request_clock clock;
+    nbi_decoder decoder; /* bytes -> whole characters; the step's */
+    nbi_stop *stop;      /* holds back what may become a stop string; the step's */
+    char *whole;         /* [text_worst] scratch of the step: decoded, not yet searched */
     pthread_mutex_t lock;
-    pthread_cond_t readable;
-    nbi_event_slot *ring; /* [NBI_EVENTS_MAX] */
     uint32_t head, count; /* head: oldest unread or the one being read */
-    bool reading;         /* head was handed out and is freed by the next read */
+    nbi_event_slot *ring; /* [NBI_EVENTS_MAX] */
     char *text_ring;      /* [text_cap] */
     uint32_t text_cap, text_begin, text_end;
-    uint32_t text_worst; /* most bytes one event can carry */
-    char *whole;         /* [text_worst] scratch of the step: decoded, not yet searched */
-    bool ended;          /* the finishing event was written */
-    bool drained;        /* and read */
-    bool wants_room;     /* a step had to leave it out: the reader says when there is room */
+    uint32_t text_worst;    /* most bytes one event can carry */
+    uint32_t n_blocked;     /* threads that wait at `readable` */
+    uint32_t notify_events; /* at least 1 */
+    bool reading;           /* head was handed out and is freed by the next read */
+    bool ended;             /* the finishing event was written */
+    bool drained;           /* and read */
+    bool wants_room;        /* a step had to leave it out: the reader says when there is room */
     bool closed;
     void (*notify)(void *user);
     void *notify_user;
-    uint32_t notify_events; /* at least 1 */
+    pthread_cond_t readable;
     char error[NB_ERROR_TEXT_MAX];
 };
 
@@ -143,6 +149,7 @@ typedef struct nbi_step_batch {
     nbi_sample_row *sample_rows; /* [n_logit_rows] */
     nbi_sample_out *sample_out;
     void *block;
+    bool constrained; /* some row may have a mask or banned ids */
     uint32_t max_rows, max_seqs, max_logit_rows, page_stride;
 } nbi_step_batch;
 
@@ -228,7 +235,8 @@ struct nb_engine {
     uint32_t n_waiting;
     nb_engine_stats stats;
     nbi_histogram histograms[NB_HIST_COUNT];
-    uint64_t now_ns; /* when the tokens of the step were there; the step's */
+    uint64_t now_ns;            /* when the tokens of the step were there; the step's */
+    uint64_t gap_ns, gap_times; /* of NB_HIST_INTER_TOKEN, not counted yet; the step's */
     atomic_uint_fast64_t seed_counter;
     atomic_bool stopping;
     bool has_thread, has_failed;
@@ -345,6 +353,8 @@ bool nbi_request_has_room(nb_request *r, uint32_t rows);
 /* Is half of the rings free? For one row, or NBI_PROMPT_EVENTS_MAX of a prompt, that is room
  * enough. Called with the request's lock held. */
 bool nbi_request_is_half_free(const nb_request *r);
+/* Events are about to be written: asks for the memory. The request's own lines are there. */
+void nbi_request_prefetch_events(const nb_request *r);
 /* A prompt token with (or, for the first, without) its log-probability. */
 void nbi_request_put_prompt(nb_request *r, uint32_t index, const nbi_sample_out *out);
 /* Copies an event without the places of `top` that are not in use. */
@@ -367,8 +377,10 @@ void nbi_meter_submit(nb_request *r, const nb_request_options *o);
 void nbi_meter_admit(nb_engine *e, nb_request *r);
 /* The request is about to show a token of this step. */
 void nbi_meter_stamp(nb_engine *e, nb_request *r);
-/* The step gave the request n >= 1 tokens. */
+/* The step gave the request n >= 1 tokens. The gap before them is counted by nbi_meter_flush(),
+ * with those of others that are the same. */
 void nbi_meter_tokens(nb_engine *e, nb_request *r, uint32_t n);
+void nbi_meter_flush(nb_engine *e);
 /* The request has ended (r->finish). Takes the engine's lock. */
 void nbi_meter_end(nb_engine *e, const nb_request *r);
 /* Is every row a sequence's newest token or a draft behind it? */

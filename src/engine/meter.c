@@ -120,6 +120,13 @@ static void first_token(nb_engine *e, nb_request *r, uint64_t now)
     nbi_histogram_add(&e->histograms[NB_HIST_TTFT], span(get(&r->clock.arrival), now), 1);
 }
 
+void nbi_meter_flush(nb_engine *e)
+{
+    if (e->gap_times)
+        nbi_histogram_add(&e->histograms[NB_HIST_INTER_TOKEN], e->gap_ns, e->gap_times);
+    e->gap_times = 0;
+}
+
 void nbi_meter_tokens(nb_engine *e, nb_request *r, uint32_t n)
 {
     uint64_t now = e->now_ns;
@@ -131,7 +138,10 @@ void nbi_meter_tokens(nb_engine *e, nb_request *r, uint32_t n)
     }
     r->metered_ns = now;
     if (!n || r->count_as != NB_COUNT_ALL) return;
-    nbi_histogram_add(&e->histograms[NB_HIST_INTER_TOKEN], span(last, now) / n, n);
+    uint64_t gap = span(last, now) / n;
+    if (gap != e->gap_ns) nbi_meter_flush(e);
+    e->gap_ns = gap;
+    e->gap_times += n;
 }
 
 /* The distributions of whole requests. */

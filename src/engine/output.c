@@ -36,20 +36,37 @@ static void notify(nb_request *r)
     r->engine->notified = true;
 }
 
+/* The reader can only make more of it. Called with the lock held. */
+static void set_sure(nb_request *r)
+{
+    uint32_t by_count = NBI_EVENTS_MAX - r->count;
+    uint32_t by_text = (r->text_cap - text_span(r)) / r->text_worst;
+    uint32_t n = nbi_min_u32(by_count, by_text);
+    r->n_sure = n ? n - 1 : 0;
+}
+
 bool nbi_request_has_room(nb_request *r, uint32_t rows)
 {
     bool decoding = r->n_tokens - r->n_cached == 1;
     uint32_t answers = decoding ? rows : 1;
     uint32_t prompts = r->sampling.prompt_logprobs && r->n_reported < r->n_prompt ? rows : 0;
     answers += r->n_owed;
+    if (!r->lacked_room && answers + prompts <= r->n_sure) return true;
     pthread_mutex_lock(&r->lock);
     bool room = r->count + answers + prompts + 1 <= NBI_EVENTS_MAX; /* 1: the event that ends it */
     room = room && r->text_cap - text_span(r) >=
                        (answers + 1) * r->text_worst;   /* 1: a wrap may waste as much */
     if (!room && !r->wants_room && r->count) notify(r); /* it may wait for more events */
-    r->wants_room = !room;
+    r->wants_room = r->lacked_room = !room;
     pthread_mutex_unlock(&r->lock);
     return room;
+}
+
+void nbi_request_prefetch_events(const nb_request *r)
+{
+    nbi_prefetch(r->ring, sizeof(nbi_event_slot) / 2); /* where a reader that keeps up leaves it */
+    nbi_prefetch(r->text_ring, 1);
+    nbi_prefetch(r->notify_user, 64);
 }
 
 bool nbi_request_is_half_free(const nb_request *r)
@@ -62,20 +79,32 @@ void nbi_event_copy(nb_event *to, const nb_event *from)
     memcpy(to, from, offsetof(nb_event, top) + from->n_top * sizeof *from->top);
 }
 
-/* Appends an event whose text (n_text bytes) was written at `place`, and tells the reader, now if
- * it is `first`: somebody may measure the time to it. Called with the lock held. */
-static void push_event(nb_request *r, const nb_event *event, uint32_t place, bool first)
+/* The next event, to be filled and pushed. Called with the lock held. */
+static nb_event *new_event(nb_request *r, int32_t id)
 {
     NB_ASSERT(r->count < NBI_EVENTS_MAX && !r->ended);
+    if (!r->count) r->head = 0; /* the same cache lines again */
+    nb_event *event = &r->ring[(r->head + r->count) % NBI_EVENTS_MAX].event;
+    memset(event, 0, offsetof(nb_event, top));
+    event->id = id;
+    event->matched_id = event->matched_string = -1;
+    return event;
+}
+
+/* Appends the new event, whose text (n_text bytes) was written at `place`, and tells the reader,
+ * now if it is `first`: somebody may measure the time to it. Called with the lock held. */
+static void push_event(nb_request *r, uint32_t place, bool first)
+{
     nbi_event_slot *slot = &r->ring[(r->head + r->count) % NBI_EVENTS_MAX];
-    nbi_event_copy(&slot->event, event);
-    slot->event.text = r->text_ring + place;
+    nb_event *event = &slot->event;
+    event->text = r->text_ring + place;
     r->text_end = place + (uint32_t)event->n_text;
     slot->text_end = r->text_end;
     r->count++;
     r->ended = event->finish != NB_FINISH_NONE;
     r->finish = event->finish;
-    pthread_cond_signal(&r->readable);
+    set_sure(r);
+    if (r->n_blocked) pthread_cond_signal(&r->readable);
     bool enough = first || r->ended || r->count >= r->notify_events;
     if (enough) notify(r);
 }
@@ -101,12 +130,12 @@ static void fill_logprobs(nb_event *event, const nb_request *r, const nbi_sample
 
 void nbi_request_put_prompt(nb_request *r, uint32_t index, const nbi_sample_out *out)
 {
-    nb_event event = {
-        .id = r->tokens[index], .is_prompt = true, .matched_id = -1, .matched_string = -1};
-    if (out) fill_logprobs(&event, r, out);
     pthread_mutex_lock(&r->lock);
     uint32_t place = text_place(r);
-    push_event(r, &event, place == UINT32_MAX ? r->text_end : place, false);
+    nb_event *event = new_event(r, r->tokens[index]);
+    event->is_prompt = true;
+    if (out) fill_logprobs(event, r, out);
+    push_event(r, place == UINT32_MAX ? r->text_end : place, false);
     pthread_mutex_unlock(&r->lock);
     r->n_reported = index + 1;
 }
@@ -146,12 +175,11 @@ static void push_stop(nb_request *r, nb_event *event, size_t n, char *out)
 static void add_text(nb_request *r, nb_event *event, const char *bytes, size_t n, bool may_stop,
                      char *out)
 {
-    size_t n_whole = nbi_decoder_push(&r->decoder, bytes, n, r->whole);
-    if (!may_stop) {
-        memcpy(out + event->n_text, r->whole, n_whole);
-        event->n_text += n_whole;
+    if (!may_stop || !r->has_stops) {
+        event->n_text += nbi_decoder_push(&r->decoder, bytes, n, out + event->n_text);
         return;
     }
+    size_t n_whole = nbi_decoder_push(&r->decoder, bytes, n, r->whole);
     push_stop(r, event, n_whole, out);
 }
 
@@ -216,26 +244,27 @@ bool nbi_request_take_token(nb_request *r, int32_t id)
 bool nbi_request_put_token(nb_engine *e, nb_request *r, const nbi_sample_out *out,
                            uint32_t n_tokens)
 {
-    nb_event event = {.id = out->id, .matched_id = -1, .matched_string = -1};
     if (r->grammar.mask) r->grammar.accept(r->grammar.user, out->id);
-    fill_logprobs(&event, r, out);
     nbi_meter_stamp(e, r);
     pthread_mutex_lock(&r->lock);
     uint32_t place = text_place(r);
     NB_ASSERT(place != UINT32_MAX); /* nbi_request_has_room() said so before the step */
-    write_text(e, r, &event, n_tokens, r->text_ring + place);
-    push_event(r, &event, place, n_tokens == r->n_prompt + 1);
+    nb_event *event = new_event(r, out->id);
+    fill_logprobs(event, r, out);
+    write_text(e, r, event, n_tokens, r->text_ring + place);
+    push_event(r, place, n_tokens == r->n_prompt + 1);
+    bool ended = r->ended;
     pthread_mutex_unlock(&r->lock);
-    return event.finish != NB_FINISH_NONE;
+    return ended;
 }
 
 void nbi_request_end(nb_request *r, nb_finish finish, const char *why)
 {
-    nb_event event = {.id = -1, .finish = finish, .matched_id = -1, .matched_string = -1};
     pthread_mutex_lock(&r->lock);
     if (!r->ended) {
         if (why) snprintf(r->error, sizeof r->error, "%s", why);
-        push_event(r, &event, r->text_end, false);
+        new_event(r, -1)->finish = finish;
+        push_event(r, r->text_end, false);
     }
     pthread_mutex_unlock(&r->lock);
 }

@@ -204,6 +204,7 @@ static nb_status fill(nb_request *r, nb_engine *e, const nb_request_options *o, 
     r->sampling = o->sampling;
     NB_TRY(nbi_stop_create(&r->stop, r->sampling.stop_strings, r->sampling.n_stop_strings, err));
     NB_TRY(nbi_stop_add_regex(r->stop, r->sampling.stop_regex, r->sampling.n_stop_regex, err));
+    r->has_stops = r->sampling.n_stop_strings || r->sampling.n_stop_regex;
     collect_end_ids(e, r);
     draw_seed(e, &r->sampling);
     r->n_prompt = r->n_tokens = (uint32_t)o->n_prompt;
@@ -324,14 +325,17 @@ static bool wait_readable(nb_request *r, int timeout_ms)
     if (r->count || !timeout_ms) return r->count > 0;
     uint64_t wait_ms = timeout_ms > 0 ? (uint64_t)timeout_ms : 0;
     struct timespec until = nbi_timespec(nbi_now_ns() + wait_ms * 1000000u);
-    while (!r->count) {
+    bool late = false;
+    r->n_blocked++;
+    while (!r->count && !late) {
         if (timeout_ms < 0) {
             pthread_cond_wait(&r->readable, &r->lock);
-        } else if (pthread_cond_timedwait(&r->readable, &r->lock, &until) == ETIMEDOUT) {
-            return r->count > 0;
+        } else {
+            late = pthread_cond_timedwait(&r->readable, &r->lock, &until) == ETIMEDOUT;
         }
     }
-    return true;
+    r->n_blocked--;
+    return r->count > 0;
 }
 
 /* Frees the slot handed out last. Called with the lock held. */

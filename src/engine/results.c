@@ -3,6 +3,7 @@
  * out: text, stop strings, events, counters of requests. With overlap that is done while the next
  * step or draft pass runs; a request that its text ends then has a row there, which nobody takes.
  * Either way the answer is the same. */
+#include <stddef.h>
 #include <stdio.h>
 
 #include "base/clock.h"
@@ -29,6 +30,26 @@ nb_status nbi_owed_create(nb_engine *e, uint32_t max_logit_rows, nb_error *err)
     if (!e->owed) return nbi_fail(err, NB_NO_MEMORY, "engine: out of memory");
     e->owed_out = (nbi_sample_out *)(void *)(e->owed + e->max_running);
     return NB_OK;
+}
+
+/* ---------------------------------------------------------------- memory */
+
+/* How far ahead memory is asked for. The model has emptied the caches, and a lock waits for all
+ * that was read before it: without asking, misses would come one after the other. */
+#define AHEAD 4u
+
+static void prefetch_row(const nbi_step_batch *b, uint32_t s)
+{
+    const nb_request *r = s < b->view.n_seqs ? b->seqs[s] : NULL;
+    if (!r) return;
+    nbi_prefetch(r, offsetof(nb_request, sampling.stop_strings));
+    nbi_prefetch(r->end_ids, 16);
+    nbi_prefetch(&r->clock, offsetof(nb_request, readable) - offsetof(nb_request, clock));
+}
+
+static void prefetch_owed(const nb_engine *e, uint32_t i)
+{
+    if (i < e->n_owed) nbi_request_prefetch_events(e->owed[i].r);
 }
 
 /* ---------------------------------------------------------------- ends */
@@ -138,8 +159,10 @@ void nbi_engine_commit(nb_engine *e)
     uint64_t prompt = 0, generated = 0;
     NB_ASSERT(!e->n_owed);
     e->now_ns = nbi_now_ns();
+    for (uint32_t s = 0; s < AHEAD; s++) prefetch_row(b, s);
     for (uint32_t s = 0; s < b->view.n_seqs; s++) {
         nb_request *r = b->seqs[s];
+        prefetch_row(b, s + AHEAD);
         if (!r) continue; /* has ended meanwhile */
         uint32_t cached = r->n_cached;
         if (r->beams) {
@@ -219,8 +242,13 @@ void nbi_engine_hand_out(nb_engine *e)
 {
     uint64_t generated = 0;
     if (!e->n_owed) return;
-    for (uint32_t i = 0; i < e->n_owed; i++) generated += hand_out_one(e, &e->owed[i]);
+    for (uint32_t i = 0; i < AHEAD; i++) prefetch_owed(e, i);
+    for (uint32_t i = 0; i < e->n_owed; i++) {
+        prefetch_owed(e, i + AHEAD);
+        generated += hand_out_one(e, &e->owed[i]);
+    }
     e->n_owed = 0;
+    nbi_meter_flush(e);
     pthread_mutex_lock(&e->lock);
     e->stats.generated_tokens += generated;
     pthread_mutex_unlock(&e->lock);
