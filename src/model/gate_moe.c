@@ -251,10 +251,10 @@ static void compare_class(moe_case *c, const nbi_moe_runner_ops *r, const float 
                           nbi_gate_result *out)
 {
     const size_t bytes = c->e->shape.hidden * sizeof *row;
-    if (!c->like) {
+    if (!c->like || !nbi_moe_same_class(r, c->like)) { /* those of a class stand together */
         c->like = r;
         memcpy(c->like_row, row, bytes);
-    } else if (nbi_moe_same_class(r, c->like) && memcmp(c->like_row, row, bytes) != 0) {
+    } else if (memcmp(c->like_row, row, bytes) != 0) {
         snprintf(out->why, sizeof out->why, "a row has other bits than with runner %s",
                  c->like->name);
     }

@@ -27,12 +27,16 @@ ABSENT(cuda_gemv, CUDA_GEMV_SUMMARY);
 ABSENT(cuda_stream, CUDA_STREAM_SUMMARY);
 ABSENT(cuda_grouped, CUDA_GROUPED_SUMMARY);
 ABSENT(cuda_masked, CUDA_MASKED_SUMMARY);
-#define CUDA_RUNNERS \
-    &absent_cuda, &absent_cuda_gemv, &absent_cuda_stream, &absent_cuda_grouped, &absent_cuda_masked
+ABSENT(cuda_masked_fp4, CUDA_MASKED_FP4_SUMMARY);
+ABSENT(cuda_grouped_fp4, CUDA_GROUPED_FP4_SUMMARY);
+#define CUDA_RUNNERS                                                            \
+    &absent_cuda, &absent_cuda_gemv, &absent_cuda_stream, &absent_cuda_grouped, \
+        &absent_cuda_masked, &absent_cuda_masked_fp4, &absent_cuda_grouped_fp4
 #else
 #define CUDA_RUNNERS                                                              \
     &nbi_moe_runner_cuda, &nbi_moe_runner_cuda_gemv, &nbi_moe_runner_cuda_stream, \
-        &nbi_moe_runner_cuda_grouped, &nbi_moe_runner_cuda_masked
+        &nbi_moe_runner_cuda_grouped, &nbi_moe_runner_cuda_masked,                \
+        &nbi_moe_runner_cuda_masked_fp4, &nbi_moe_runner_cuda_grouped_fp4
 #endif
 
 static const nbi_moe_runner_ops *const runners[] = {&nbi_moe_runner_cpu, &nbi_moe_runner_reference,
@@ -48,19 +52,20 @@ static const nbi_moe_runner_ops *const runners[] = {&nbi_moe_runner_cpu, &nbi_mo
 static const struct foreign {
     const char *name, *runner, *why;
     bool sm100;
+    const char *fp4; /* with NVFP4 activations on SM120, which has FP4 products */
 } foreign[] = {
-    {"flashinfer_cutlass", "cuda_grouped", NULL, false},
-    {"cutlass", "cuda_grouped", NULL, false},
-    {"triton", "cuda_grouped", NULL, false},
-    {"triton_kernel", "cuda_grouped", NULL, false},
-    {"deep_gemm", "cuda_grouped", NULL, false},
-    {"marlin", "cuda_grouped", NULL, false},
-    {"flashinfer_cutedsl", "cuda_masked", NULL, false},
-    {"flashinfer_trtllm", "cuda", TRTLLM_WHY, true},
-    {"flashinfer_trtllm_routed", "cuda", TRTLLM_WHY, true},
-    {"aiter", NULL, "it is for AMD GPUs; use \"auto\"", false},
+    {"flashinfer_cutlass", "cuda_grouped", NULL, false, "cuda_grouped_fp4"},
+    {"cutlass", "cuda_grouped", NULL, false, "cuda_grouped_fp4"},
+    {"triton", "cuda_grouped", NULL, false, NULL},
+    {"triton_kernel", "cuda_grouped", NULL, false, NULL},
+    {"deep_gemm", "cuda_grouped", NULL, false, NULL},
+    {"marlin", "cuda_grouped", NULL, false, NULL},
+    {"flashinfer_cutedsl", "cuda_masked", NULL, false, "cuda_masked_fp4"},
+    {"flashinfer_trtllm", "cuda", TRTLLM_WHY, true, NULL},
+    {"flashinfer_trtllm_routed", "cuda", TRTLLM_WHY, true, NULL},
+    {"aiter", NULL, "it is for AMD GPUs; use \"auto\"", false, NULL},
     {"flashinfer_mxfp4", NULL,
-     "it is for MXFP4 weights, which no model of nibble has; use \"auto\"", false},
+     "it is for MXFP4 weights, which no model of nibble has; use \"auto\"", false, NULL},
 };
 
 const nbi_moe_runner_ops *const *nbi_moe_runners(void)
@@ -128,7 +133,8 @@ static nb_status choose_foreign(const nbi_moe_runner_ops **out, const struct for
     if (!f->runner || (f->sm100 && (b->sm < 100 || b->sm > 103)))
         return nbi_fail(err, NB_UNSUPPORTED, "MoE runner \"%s\" cannot run here: %s", f->name,
                         f->why);
-    const nbi_moe_runner_ops *r = find(f->runner);
+    const bool fp4 = f->fp4 && shape->w4a4 && b->sm / 10 == 12;
+    const nbi_moe_runner_ops *r = find(fp4 ? f->fp4 : f->runner);
     NB_ASSERT(r);
     NB_TRY(choose_named(out, r, f->name, b, shape, err));
     nbi_log(NB_LOG_INFO, "MoE runner \"%s\": \"%s\" does that here (%s)", f->name, r->name,

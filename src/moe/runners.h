@@ -16,6 +16,8 @@ extern const nbi_moe_runner_ops nbi_moe_runner_cuda_gemv;
 extern const nbi_moe_runner_ops nbi_moe_runner_cuda_stream;
 extern const nbi_moe_runner_ops nbi_moe_runner_cuda_grouped;
 extern const nbi_moe_runner_ops nbi_moe_runner_cuda_masked;
+extern const nbi_moe_runner_ops nbi_moe_runner_cuda_masked_fp4;
+extern const nbi_moe_runner_ops nbi_moe_runner_cuda_grouped_fp4;
 
 #define NBI_MOE_CUDA_SUMMARY \
     "cuda_stream up to 12 rows of an expert, else cuda_grouped: one prepared form"
@@ -25,6 +27,9 @@ extern const nbi_moe_runner_ops nbi_moe_runner_cuda_masked;
 #define NBI_MOE_CUDA_GROUPED_SUMMARY "rows sorted by expert, grouped products on the matrix units"
 #define NBI_MOE_CUDA_MASKED_SUMMARY \
     "a fixed capacity of rows for every expert, masked grouped products, requantised in between"
+#define NBI_MOE_CUDA_MASKED_FP4_SUMMARY \
+    "as cuda_masked, NVFP4 by NVFP4: SM120's FP4 products, elsewhere FP16 in their place"
+#define NBI_MOE_CUDA_GROUPED_FP4_SUMMARY "as cuda_grouped, by the products of cuda_masked_fp4"
 
 /* Checks what every runner needs: known kinds, equal shapes over the experts, columns that NVFP4
  * allows. NB_INVALID naming the matrix. */

@@ -45,7 +45,7 @@ def test_runners_are_all_decided(report):
     runners = {r["path"]: r for r in report["results"] if r["kind"] == "runner"}
     assert runners["cpu"]["chosen"] and not runners["reference"]["chosen"]
     assert runners["reference"]["error"] < 1e-5
-    for name in ("cuda", "cuda_gemv", "cuda_grouped", "cuda_masked"):
+    for name in ("cuda", "cuda_gemv", "cuda_grouped", "cuda_masked", "cuda_masked_fp4", "cuda_grouped_fp4"):
         assert not runners[name]["supported"] and runners[name]["why"]
 
 

@@ -1,4 +1,5 @@
-/* NVFP4 products: the layout of the instruction of SM120 and of what stands in for it. */
+/* NVFP4 products: the layout of the instruction of SM120 and of what stands in for it; runners made
+ * of them against the float64 oracle, and the bits of a row over batches and runners. */
 #include "cuda/gpu_util.h"
 #include "moe_util.h"
 
@@ -17,15 +18,13 @@ static const nbi_limits limits = {.max_rows = 320,
 
 /* ---------------------------------------------------------------- single products */
 
-#define M 16
-#define N 8
-#define K 64
+enum { ROWS = 16, COLUMNS = 8, DEPTH = 64 };
 
 /* Matrices of a product, and their registers. */
 typedef struct product {
-    uint8_t a[M][K], b[N][K]; /* codes */
-    uint8_t scale_a[M][K / 16], scale_b[N][K / 16];
-    float d[M][N];
+    uint8_t a[ROWS][DEPTH], b[COLUMNS][DEPTH]; /* codes */
+    uint8_t scale_a[ROWS][DEPTH / 16], scale_b[COLUMNS][DEPTH / 16];
+    float d[ROWS][COLUMNS];
 } product;
 
 typedef struct registers {
@@ -102,15 +101,15 @@ static float *run_products(nbi_backend *b, const registers *r, uint32_t n, bool 
 
 static void make_product(product *p)
 {
-    for (int k = 0; k < K; k++) {
-        for (int i = 0; i < M; i++) p->a[i][k] = (uint8_t)op_below(16);
-        for (int i = 0; i < N; i++) p->b[i][k] = (uint8_t)op_below(16);
+    for (int k = 0; k < DEPTH; k++) {
+        for (int i = 0; i < ROWS; i++) p->a[i][k] = (uint8_t)op_below(16);
+        for (int i = 0; i < COLUMNS; i++) p->b[i][k] = (uint8_t)op_below(16);
     }
-    for (int q = 0; q < K / 16; q++) {
-        for (int i = 0; i < M; i++) p->scale_a[i][q] = (uint8_t)op_below(0x7f);
-        for (int i = 0; i < N; i++) p->scale_b[i][q] = (uint8_t)op_below(0x7f);
+    for (int q = 0; q < DEPTH / 16; q++) {
+        for (int i = 0; i < ROWS; i++) p->scale_a[i][q] = (uint8_t)op_below(0x7f);
+        for (int i = 0; i < COLUMNS; i++) p->scale_b[i][q] = (uint8_t)op_below(0x7f);
     }
-    op_fill(&p->d[0][0], M * N, 100);
+    op_fill(&p->d[0][0], ROWS * COLUMNS, 100);
 }
 
 /* What a product is, and the size of what was added up. */
@@ -118,7 +117,7 @@ static double want_product(const product *p, int row, int col, double *size)
 {
     double sum = (double)p->d[row][col];
     *size = fabs(sum);
-    for (int k = 0; k < K; k++) {
+    for (int k = 0; k < DEPTH; k++) {
         const double v = (double)e2m1[p->a[row][k]] * (double)e2m1[p->b[col][k]] *
                          ue4m3(p->scale_a[row][k / 16]) * ue4m3(p->scale_b[col][k / 16]);
         sum += v;
@@ -177,20 +176,20 @@ static void test_places(void **state)
 {
     (void)state;
     nbi_backend *b = gpu_open(&limits);
-    product *p = malloc(K * sizeof *p);
-    registers *r = malloc(K * sizeof *r);
-    for (int i = 0; i < K; i++) {
+    product *p = malloc(DEPTH * sizeof *p);
+    registers *r = malloc(DEPTH * sizeof *r);
+    for (int i = 0; i < DEPTH; i++) {
         make_product(&p[i]);
-        for (int k = 0; k < K; k++) {
-            for (int row = 0; row < M && k != i; row++) p[i].a[row][k] = 0;
-            for (int col = 0; col < N && k != i; col++) p[i].b[col][k] = 0;
+        for (int k = 0; k < DEPTH; k++) {
+            for (int row = 0; row < ROWS && k != i; row++) p[i].a[row][k] = 0;
+            for (int col = 0; col < COLUMNS && k != i; col++) p[i].b[col][k] = 0;
         }
         memset(p[i].d, 0, sizeof p[i].d);
         to_registers(&r[i], &p[i]);
     }
     for (int by_f16 = 0; by_f16 < 2; by_f16++) {
-        float *d = run_products(b, r, K, by_f16);
-        for (int i = 0; i < K; i++)
+        float *d = run_products(b, r, DEPTH, by_f16);
+        for (int i = 0; i < DEPTH; i++)
             check_product(&p[i], d + i * 128, 0, by_f16 ? "places, by FP16" : "places");
         free(d);
     }
@@ -199,12 +198,324 @@ static void test_places(void **state)
     gpu_close(b);
 }
 
+/* ---------------------------------------------------------------- runners */
+
+static const char *const runners[] = {"cuda_masked_fp4", "cuda_grouped_fp4"};
+#define N_RUNNERS 2
+
+typedef struct prepared {
+    nbi_backend *b;
+    const nbi_moe_runner_ops *ops;
+    nbi_moe_layer *layer;
+    const moe_layer *l;
+} prepared;
+
+static prepared prepare(nbi_backend *b, const char *name, const moe_layer *l)
+{
+    prepared p = {.b = b, .l = l};
+    nb_error err = {0};
+    if (nbi_moe_runner_choose(&p.ops, name, b, &l->e.shape, &err) != NB_OK ||
+        p.ops->prepare(b, &p.layer, &l->e, &err) != NB_OK)
+        fail_msg("%s", err.text);
+    return p;
+}
+
+static void release(prepared *p)
+{
+    p->ops->release(p->b, &p->layer);
+    assert_null(p->layer);
+}
+
+typedef struct batch {
+    float *x, *weights;
+    int32_t *ids;
+    uint32_t n;
+} batch;
+
+static batch make_batch(const moe_layer *l, uint32_t n)
+{
+    const nbi_moe_shape *s = &l->e.shape;
+    batch b = {.x = op_floats((size_t)n * s->hidden),
+               .weights = op_floats((size_t)n * s->top_k),
+               .ids = op_alloc((size_t)n * s->top_k * sizeof *b.ids),
+               .n = n};
+    op_fill(b.x, (size_t)n * s->hidden, 1);
+    moe_routing(l, b.ids, b.weights, n);
+    return b;
+}
+
+static void free_batch(batch *b)
+{
+    op_free(b->x);
+    op_free(b->weights);
+    op_free(b->ids);
+}
+
+/* Rows first ... first + n - 1 of the batch: out [n][hidden] (malloc). */
+static float *run(const prepared *p, const batch *b, uint32_t first, uint32_t n)
+{
+    const nbi_moe_shape *s = &p->l->e.shape;
+    gpu_buffer x = gpu_floats(p->b, b->x + (size_t)first * s->hidden, (size_t)n * s->hidden);
+    gpu_buffer ids =
+        gpu_bytes(p->b, b->ids + (size_t)first * s->top_k, (size_t)n * s->top_k * sizeof *b->ids);
+    gpu_buffer weights =
+        gpu_floats(p->b, b->weights + (size_t)first * s->top_k, (size_t)n * s->top_k);
+    gpu_buffer ws = gpu_poisoned(p->b, p->ops->workspace_bytes(p->b, s, n));
+    gpu_buffer out = gpu_poisoned(p->b, (size_t)n * s->hidden * sizeof(float));
+    p->ops->run(p->b, p->layer,
+                &(nbi_moe_args){.out = out.p,
+                                .x = x.p,
+                                .ids = ids.p,
+                                .weights = weights.p,
+                                .n_rows = n,
+                                .workspace = ws.p});
+    float *got = gpu_read(&out);
+    free(gpu_read(&ws)); /* its guards */
+    gpu_free(&x);
+    gpu_free(&ids);
+    gpu_free(&weights);
+    gpu_free(&ws);
+    gpu_free(&out);
+    return got;
+}
+
+/* The bound leaves room for a rounding of h that flips: a float32 and a double h may lie on two
+ * sides of a tie. */
+static void check_oracle(const prepared *p, const batch *b, const float *out)
+{
+    const nbi_moe_shape *s = &p->l->e.shape;
+    double *want = malloc(s->hidden * sizeof *want);
+    for (uint32_t t = 0; t < b->n; t++) {
+        moe_oracle_row(p->l, b->x + (size_t)t * s->hidden, b->ids + t * s->top_k,
+                       b->weights + t * s->top_k, want);
+        OP_ASSERT_ERROR(op_error(out + (size_t)t * s->hidden, want, s->hidden), 1e-2,
+                        "runner %s, [%u, %u], row %u of %u", p->ops->name, s->inter, s->hidden, t,
+                        b->n);
+    }
+    free(want);
+}
+
+/* Sides that end within a tile, a k-tile pair and a chunk; each runner's bits are the other's. */
+static void test_oracle(void **state)
+{
+    (void)state;
+    static const uint32_t rows[] = {1, 3, 26};
+    static const uint32_t sizes[][2] = {{96, 64}, {320, 144}, {512, 272}, {16, 48}};
+    nbi_backend *b = gpu_open_w4a4(&limits);
+    for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) {
+        moe_layer l;
+        moe_make(&l, NBI_WEIGHT_NVFP4, NBI_WEIGHT_NVFP4, 5, 3, sizes[i][0], sizes[i][1], true);
+        for (size_t k = 0; k < sizeof rows / sizeof *rows; k++) {
+            batch x = make_batch(&l, rows[k]);
+            float *want = NULL;
+            for (size_t r = 0; r < N_RUNNERS; r++) {
+                prepared p = prepare(b, runners[r], &l);
+                float *out = run(&p, &x, 0, x.n);
+                check_oracle(&p, &x, out);
+                if (want) moe_same_bits(out, want, (size_t)x.n * sizes[i][0], runners[r]);
+                free(want);
+                want = out;
+                release(&p);
+            }
+            free(want);
+            free_batch(&x);
+        }
+        moe_free(&l);
+    }
+    gpu_close(b);
+}
+
+/* A row in steps of every size of tile, in both runners, and among several tiles and passes. */
+static void test_bits(void **state)
+{
+    (void)state;
+    enum { N = 150, TOP = 2, H = 80, I = 32 };
+    nbi_backend *b = gpu_open_w4a4(&limits);
+    moe_layer l;
+    moe_make(&l, NBI_WEIGHT_NVFP4, NBI_WEIGHT_NVFP4, 3, TOP, H, I, true);
+    batch k = make_batch(&l, N);
+    for (uint32_t t = 0; t < N; t++) { /* 148, 120 and 30 pairs */
+        k.ids[TOP * t] = t % 75 ? 2 : -1;
+        k.ids[TOP * t + 1] = t % 5 ? 1 : 0;
+    }
+    prepared p = prepare(b, runners[0], &l);
+    float *want = run(&p, &k, 0, 1);
+    want = realloc(want, N * H * sizeof *want);
+    for (uint32_t t = 1; t < N; t++) {
+        float *one = run(&p, &k, t, 1);
+        memcpy(want + t * H, one, H * sizeof *one);
+        free(one);
+    }
+    release(&p);
+    static const uint32_t sizes[] = {2, 9, 17, 40, 60, N}; /* tiles of 16, 40, 64, 128 rows */
+    for (size_t r = 0; r < N_RUNNERS; r++) {
+        p = prepare(b, runners[r], &l);
+        for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) {
+            const uint32_t n = sizes[i], t = op_below(N - n + 1);
+            float *out = run(&p, &k, t, n);
+            moe_same_bits(out, want + t * H, (size_t)n * H, runners[r]);
+            free(out);
+        }
+        release(&p);
+    }
+    free(want);
+    free_batch(&k);
+    moe_free(&l);
+    gpu_close(b);
+}
+
+/* The same expert twice in a row, no expert at all, ids that are none. */
+static void test_routings(void **state)
+{
+    (void)state;
+    enum { N = 19, TOP = 2, H = 64, I = 32 };
+    nbi_backend *b = gpu_open_w4a4(&limits);
+    moe_layer l;
+    moe_make(&l, NBI_WEIGHT_NVFP4, NBI_WEIGHT_NVFP4, 5, TOP, H, I, true);
+    static const int32_t patterns[][2] = {{3, -1}, {-1, 0}, {2, 2}, {-1, -1}, {4, 1}};
+    for (size_t i = 0; i < sizeof patterns / sizeof *patterns; i++) {
+        batch k = make_batch(&l, N);
+        for (uint32_t t = 0; t < N; t++) memcpy(k.ids + t * TOP, patterns[i], sizeof patterns[i]);
+        for (size_t r = 0; r < N_RUNNERS; r++) {
+            prepared p = prepare(b, runners[r], &l);
+            float *out = run(&p, &k, 0, N);
+            check_oracle(&p, &k, out);
+            if (patterns[i][0] < 0 && patterns[i][1] < 0)
+                for (uint32_t j = 0; j < N * H; j++) assert_true(out[j] == 0);
+            free(out);
+            release(&p);
+        }
+        free_batch(&k);
+    }
+    moe_free(&l);
+    gpu_close(b);
+}
+
+/* What is not finite stays in its row, and is seen there: x of one row, a NaN scale of one expert.
+ */
+static void test_not_finite(void **state)
+{
+    (void)state;
+    enum { N = 4, H = 64, I = 48 };
+    nbi_backend *b = gpu_open_w4a4(&limits);
+    moe_layer l;
+    moe_make(&l, NBI_WEIGHT_NVFP4, NBI_WEIGHT_NVFP4, 2, 1, H, I, true);
+    batch k = make_batch(&l, N);
+    const int32_t mixed[N] = {1, 0, 1, 0};
+    memcpy(k.ids, mixed, sizeof mixed);
+    for (size_t r = 0; r < N_RUNNERS; r++) {
+        prepared p = prepare(b, runners[r], &l);
+        float *want = run(&p, &k, 0, N);
+        const float kept = k.x[2 * H + 5];
+        const float bad[] = {NAN, INFINITY, -INFINITY};
+        for (int i = 0; i < 3; i++) {
+            k.x[2 * H + 5] = bad[i];
+            float *out = run(&p, &k, 0, N);
+            moe_same_bits(out, want, 2 * H, "rows before");
+            moe_same_bits(out + 3 * H, want + 3 * H, H, "row behind");
+            for (int j = 0; j < H; j++) assert_true(isnan(out[2 * H + j]));
+            free(out);
+        }
+        k.x[2 * H + 5] = kept;
+        release(&p);
+        uint8_t *scale = (uint8_t *)l.gate[0].scales;
+        const uint8_t kept_scale = scale[5];
+        scale[5] = 0x7f;
+        p = prepare(b, runners[r], &l);
+        float *out = run(&p, &k, 0, N);
+        for (int t = 0; t < N; t += 2) moe_same_bits(out + t * H, want + t * H, H, "other expert");
+        for (int t = 1; t < N; t += 2) assert_true(isnan(out[t * H]));
+        scale[5] = kept_scale;
+        free(out);
+        free(want);
+        release(&p);
+    }
+    free_batch(&k);
+    moe_free(&l);
+    gpu_close(b);
+}
+
+/* A layer with an expert that has no input scale, or is not NVFP4, has the products of the runner
+ * without FP4, and its bits. */
+static void test_other_layers(void **state)
+{
+    (void)state;
+    static const char *const plain[] = {"cuda_masked", "cuda_grouped"};
+    enum { N = 13, TOP = 2, H = 64, I = 48 };
+    nbi_backend *b = gpu_open_w4a4(&limits);
+    for (int i = 0; i < 3; i++) {
+        moe_layer l;
+        moe_make(&l, i < 2 ? NBI_WEIGHT_NVFP4 : NBI_WEIGHT_BF16, NBI_WEIGHT_NVFP4, 3, TOP, H, I,
+                 true);
+        if (i < 2) l.views[i ? 8 : 4].input_scale = 0; /* down of expert 2, up of expert 1 */
+        batch k = make_batch(&l, N);
+        for (size_t r = 0; r < N_RUNNERS; r++) {
+            prepared p = prepare(b, runners[r], &l), other = prepare(b, plain[r], &l);
+            float *out = run(&p, &k, 0, N), *want = run(&other, &k, 0, N);
+            moe_same_bits(out, want, N * H, runners[r]);
+            free(out);
+            free(want);
+            release(&p);
+            release(&other);
+        }
+        free_batch(&k);
+        moe_free(&l);
+    }
+    gpu_close(b);
+}
+
+/* Who gets these runners, by their names and by names of other engines. */
+static void test_names(void **state)
+{
+    (void)state;
+    nbi_backend *b = gpu_open_w4a4(&limits);
+    nbi_moe_shape s = {.n_experts = 4,
+                       .top_k = 2,
+                       .hidden = 64,
+                       .inter = 32,
+                       .kind_gate_up = NBI_WEIGHT_NVFP4,
+                       .kind_down = NBI_WEIGHT_NVFP4,
+                       .w4a4 = true};
+    static const struct {
+        const char *name, *elsewhere, *sm120, *weight_only; /* the last on SM120; NULL: refused */
+    } names[] = {
+        {"auto", "cuda", "cuda", "cuda"},
+        {"cuda_masked_fp4", "cuda_masked_fp4", "cuda_masked_fp4", NULL},
+        {"cuda_grouped_fp4", "cuda_grouped_fp4", "cuda_grouped_fp4", NULL},
+        {"flashinfer_cutedsl", "cuda_masked", "cuda_masked_fp4", "cuda_masked"},
+        {"flashinfer_cutlass", "cuda_grouped", "cuda_grouped_fp4", "cuda_grouped"},
+        {"cutlass", "cuda_grouped", "cuda_grouped_fp4", "cuda_grouped"},
+        {"marlin", "cuda_grouped", "cuda_grouped", "cuda_grouped"},
+    };
+    const int sm = b->sm;
+    for (size_t i = 0; i < sizeof names / sizeof *names; i++)
+        for (int where = 0; where < 3; where++) {
+            const nbi_moe_runner_ops *ops = NULL;
+            nb_error err = {0};
+            b->sm = where ? 120 : 90;
+            s.w4a4 = where < 2;
+            const char *want = where == 0   ? names[i].elsewhere
+                               : where == 1 ? names[i].sm120
+                                            : names[i].weight_only;
+            const nb_status st = nbi_moe_runner_choose(&ops, names[i].name, b, &s, &err);
+            assert_int_equal(st, want ? NB_OK : NB_UNSUPPORTED);
+            if (want)
+                assert_string_equal(ops->name, want);
+            else
+                assert_non_null(strstr(err.text, "--activations w4a4"));
+        }
+    b->sm = sm;
+    gpu_close(b);
+}
+
 int main(int argc, char **argv)
 {
     op_begin(argc, argv);
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_products),
-        cmocka_unit_test(test_places),
+        cmocka_unit_test(test_products),     cmocka_unit_test(test_places),
+        cmocka_unit_test(test_oracle),       cmocka_unit_test(test_bits),
+        cmocka_unit_test(test_routings),     cmocka_unit_test(test_not_finite),
+        cmocka_unit_test(test_other_layers), cmocka_unit_test(test_names),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

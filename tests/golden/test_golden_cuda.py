@@ -62,11 +62,13 @@ def test_same_bits(name, options, nibble, whole, tmp_path):
 
 
 @pytest.mark.parametrize("name", sorted(n for n, c in CASES.items() if c.has_w4a4))
-def test_nvfp4_activations(name, nibble, tmp_path):
+@pytest.mark.parametrize("runner", ["auto", "cuda_masked_fp4"])
+def test_nvfp4_activations(name, runner, nibble, tmp_path):
     """As the CPU's fast levels, whose sums round alike; a code that falls the other way is about a thousandth."""
     case, options = CASES[name], ("--activations", "w4a4", "--kv-cache-dtype", "f32")
     cpu = compare.score(nibble, case.folder, case.tokens, tmp_path, "--device", "cpu", *options)
-    got = compare.score(nibble, case.folder, case.tokens, tmp_path, "--device", "cuda", *options)
+    got = compare.score(nibble, case.folder, case.tokens, tmp_path, "--device", "cuda", *options, "--moe-runner-backend",
+                        runner)
     away = compare.relative(got, np.concatenate(case.logits()))
     assert np.median(away) > case.meta["w4a4_distance"] / 2, "weight-only logits came back"
     near = compare.relative(got, cpu)

@@ -23,6 +23,7 @@ struct nbi_moe_layer {
     uint32_t layer;
     void *block; /* device memory of all experts */
     nbi_moe_weights gate_up, down;
+    bool fp4; /* tiles as moe_fp4.h has them, for its products alone */
 };
 
 __host__ __device__ inline nbi_cuda_packed nbi_moe_expert(const nbi_moe_weights &w, uint32_t e)
@@ -91,12 +92,16 @@ bool nbi_moe_rows_fits(const nbi_cuda *c, const nbi_moe_layer *l, uint32_t n_row
 size_t nbi_moe_rows_workspace(const nbi_moe_shape *shape, uint32_t max_rows);
 void nbi_moe_rows_run(nbi_cuda *c, const nbi_moe_layer *l, const nbi_moe_args *a);
 
-/* moe_masked.cu: not for float32 experts */
+/* moe_fp4.cu: FP4 tiles where all experts are NVFP4 and have input scales, else as above */
+nb_status nbi_moe_fp4_prepare(nbi_backend *b, nbi_moe_layer **out, const nbi_moe_experts *e,
+                              nb_error *err);
+
+/* moe_masked.cu: not for float32 experts. fp4, here and below: of a layer with FP4 tiles */
 bool nbi_moe_masked_fits(const nbi_cuda *c, const nbi_moe_shape *shape);
-size_t nbi_moe_masked_workspace(const nbi_moe_shape *shape, uint32_t max_rows);
+size_t nbi_moe_masked_workspace(const nbi_moe_shape *shape, uint32_t max_rows, bool fp4);
 void nbi_moe_masked_run(nbi_cuda *c, const nbi_moe_layer *l, const nbi_moe_args *a);
 
 /* moe_grouped.cu */
 bool nbi_moe_grouped_fits(const nbi_cuda *c, const nbi_moe_shape *shape);
-size_t nbi_moe_grouped_workspace(const nbi_moe_shape *shape, uint32_t max_rows);
+size_t nbi_moe_grouped_workspace(const nbi_moe_shape *shape, uint32_t max_rows, bool fp4);
 void nbi_moe_grouped_run(nbi_cuda *c, const nbi_moe_layer *l, const nbi_moe_args *a);

@@ -10,8 +10,10 @@
  *   combine  over the slots of a row, in order
  *
  * Grids have the size that the counts allow; blocks behind the real work leave at once. Weights go
- * from memory to fragments in registers, rows of x through a ring in shared memory. */
-#include "moe/cuda/moe_product.h"
+ * from memory to fragments in registers, rows of x through a ring in shared memory. A layer with
+ * FP4 tiles has the products of moe_fp4.h, and rows as those take them. */
+#include "moe/cuda/moe_combine.h"
+#include "moe/cuda/moe_fp4.h"
 
 #define ROWS_MAX 4096u /* of one pass: the results of all its pairs are in memory */
 
@@ -45,7 +47,7 @@ static NBI_DEV void count_segment(const begin_args &a, uint32_t segment)
         a.w.count[(size_t)segment * a.n_experts + e] = count[e];
 }
 
-template <nbi_weight_kind KIND>
+template <nbi_weight_kind KIND, bool FP4>
 static __global__ void __launch_bounds__(NBI_MOE_THREADS) begin_kernel(const begin_args a)
 {
     nbi_wait_before();
@@ -63,8 +65,11 @@ static __global__ void __launch_bounds__(NBI_MOE_THREADS) begin_kernel(const beg
         if (!nbi_moe_valid(e, a.n_experts)) return;
         scale = a.input_scale[e];
     }
-    nbi_moe_convert<KIND>(a.w.xc, a.w.xe, a.x + row * a.cols, a.cols, to_row, item % n_chunks,
-                          scale);
+    if constexpr (FP4)
+        nbi_moe_fp4_convert(a.w.xc, a.x + row * a.cols, a.cols, to_row, item % n_chunks, scale);
+    else
+        nbi_moe_convert<KIND>(a.w.xc, a.w.xe, a.x + row * a.cols, a.cols, to_row, item % n_chunks,
+                              scale);
 }
 
 /* Of each expert. */
@@ -128,7 +133,7 @@ static __global__ void __launch_bounds__(NBI_MOE_THREADS)
     w.place[i] = at;
 }
 
-template <nbi_weight_kind KIND>
+template <nbi_weight_kind KIND, bool FP4>
 static __global__ void __launch_bounds__(NBI_MOE_THREADS)
     convert_kernel(const work w, const float *input_scale, const int32_t *ids, uint32_t cols)
 {
@@ -139,8 +144,11 @@ static __global__ void __launch_bounds__(NBI_MOE_THREADS)
     const uint32_t n_chunks = (cols + CHUNK - 1) / CHUNK, place = item / n_chunks;
     if (place >= w.total->n_places) return;
     const float scale = input_scale ? input_scale[ids[w.pair[place]]] : 0;
-    nbi_moe_convert<KIND>(w.hc, w.he, w.h + (size_t)place * cols, cols, place, item % n_chunks,
-                          scale);
+    if constexpr (FP4)
+        nbi_moe_fp4_convert(w.hc, w.h + (size_t)place * cols, cols, place, item % n_chunks, scale);
+    else
+        nbi_moe_convert<KIND>(w.hc, w.he, w.h + (size_t)place * cols, cols, place, item % n_chunks,
+                              scale);
 }
 
 /* ---------------------------------------------------------------- launches */
@@ -157,7 +165,7 @@ static uint32_t segments_of(uint32_t n_pairs)
     return nbi_ceil_div(n_pairs, NBI_MOE_THREADS);
 }
 
-static size_t lay_out(work *w, char *base, const nbi_moe_shape *s, uint32_t n_rows)
+static size_t lay_out(work *w, char *base, const nbi_moe_shape *s, uint32_t n_rows, bool fp4)
 {
     const size_t pairs = (size_t)n_rows * s->top_k;
     const bool by_pair = s->w4a4 && s->kind_gate_up == NBI_WEIGHT_NVFP4;
@@ -174,8 +182,8 @@ static size_t lay_out(work *w, char *base, const nbi_moe_shape *s, uint32_t n_ro
         {reinterpret_cast<void **>(&w->tiles),
          most_tiles((uint32_t)pairs, s->n_experts, nbi_moe_narrow::TOKENS) * sizeof *w->tiles},
         {reinterpret_cast<void **>(&w->total), sizeof *w->total},
-        {reinterpret_cast<void **>(&w->xc), x_rows * nbi_moe_row_bytes(s->hidden)},
-        {reinterpret_cast<void **>(&w->hc), pairs * nbi_moe_row_bytes(s->inter)},
+        {reinterpret_cast<void **>(&w->xc), x_rows * nbi_moe_form_bytes(s->hidden, fp4)},
+        {reinterpret_cast<void **>(&w->hc), pairs * nbi_moe_form_bytes(s->inter, fp4)},
         {reinterpret_cast<void **>(&w->xe),
          x_rows * nbi_moe_chunks(s->kind_gate_up, s->hidden) * sizeof(float)},
         {reinterpret_cast<void **>(&w->he),
@@ -196,11 +204,11 @@ static uint32_t pass_rows(uint32_t n_rows)
     return n_rows < ROWS_MAX ? n_rows : ROWS_MAX;
 }
 
-size_t nbi_moe_grouped_workspace(const nbi_moe_shape *shape, uint32_t max_rows)
+size_t nbi_moe_grouped_workspace(const nbi_moe_shape *shape, uint32_t max_rows, bool fp4)
 {
     work w = {};
     if (nbi_moe_has_f32(shape)) return nbi_moe_gemv_workspace(shape, max_rows);
-    return lay_out(&w, NULL, shape, pass_rows(max_rows));
+    return lay_out(&w, NULL, shape, pass_rows(max_rows), fp4);
 }
 
 bool nbi_moe_grouped_fits(const nbi_cuda *c, const nbi_moe_shape *s)
@@ -273,7 +281,7 @@ static nbi_moe_wide_args wide_args(const pass &s)
     return a;
 }
 
-template <nbi_weight_kind KIND> static void launch_up(const pass &s)
+template <nbi_weight_kind KIND, bool FP4 = false> static void launch_up(const pass &s)
 {
     const nbi_moe_shape &shape = s.l->shape;
     const bool by_pair = s.l->gate_up.input_scale != NULL;
@@ -291,29 +299,41 @@ template <nbi_weight_kind KIND> static void launch_up(const pass &s)
     uint32_t items = (by_pair ? s.n_pairs : s.n_rows) * nbi_moe_chunks(KIND, shape.hidden);
     if (s.wide) items = 0; /* only counts */
     nbi_launch(&s.c->rt, dim3(b.segments + nbi_ceil_div(items, NBI_MOE_WARPS)),
-               dim3(NBI_MOE_THREADS), 0, begin_kernel<KIND>, b);
+               dim3(NBI_MOE_THREADS), 0, begin_kernel<KIND, FP4>, b);
     nbi_launch(&s.c->rt, dim3(b.segments), dim3(NBI_MOE_THREADS), 0, place_kernel, s.w, s.ids,
                s.n_pairs, shape.n_experts, s.tokens);
     if (s.wide) return nbi_moe_wide_gate_up(s.c, wide_args(s), s.l->gate_up);
-    launch_product<KIND, true>(s.c, {s.l->gate_up, s.w, s.w.h, by_pair ? 1 : shape.top_k, NULL, 0},
-                               s.n_tiles, s.tokens);
+    const nbi_moe_product_args a = {s.l->gate_up, s.w, s.w.h, by_pair ? 1 : shape.top_k, NULL, 0};
+    if constexpr (FP4)
+        nbi_moe_fp4_product(s.c, a, s.tokens, true, false, s.n_tiles, 1);
+    else
+        launch_product<KIND, true>(s.c, a, s.n_tiles, s.tokens);
 }
 
-template <nbi_weight_kind KIND> static void launch_down(const pass &s)
+template <nbi_weight_kind KIND, bool FP4 = false> static void launch_down(const pass &s)
 {
     if (s.wide) return nbi_moe_wide_down(s.c, wide_args(s), s.l->down);
     const nbi_moe_shape &shape = s.l->shape;
     const uint32_t items = s.n_pairs * nbi_moe_chunks(KIND, shape.inter);
     nbi_launch(&s.c->rt, dim3(nbi_ceil_div(items, NBI_MOE_WARPS)), dim3(NBI_MOE_THREADS), 0,
-               convert_kernel<KIND>, s.w, s.l->down.input_scale, s.ids, shape.inter);
-    launch_product<KIND, false>(s.c, {s.l->down, s.w, s.w.y, 1, NULL, 0}, s.n_tiles, s.tokens);
+               convert_kernel<KIND, FP4>, s.w, s.l->down.input_scale, s.ids, shape.inter);
+    const nbi_moe_product_args a = {s.l->down, s.w, s.w.y, 1, NULL, 0};
+    if constexpr (FP4)
+        nbi_moe_fp4_product(s.c, a, s.tokens, false, false, s.n_tiles, 1);
+    else
+        launch_product<KIND, false>(s.c, a, s.n_tiles, s.tokens);
 }
 
 static void run_pass(const pass &s)
 {
     const nbi_moe_shape &shape = s.l->shape;
-    NBI_MOE_BY_KIND(shape.kind_gate_up, launch_up, s);
-    NBI_MOE_BY_KIND(shape.kind_down, launch_down, s);
+    if (s.l->fp4) {
+        launch_up<NBI_WEIGHT_NVFP4, true>(s);
+        launch_down<NBI_WEIGHT_NVFP4, true>(s);
+    } else {
+        NBI_MOE_BY_KIND(shape.kind_gate_up, launch_up, s);
+        NBI_MOE_BY_KIND(shape.kind_down, launch_down, s);
+    }
     nbi_launch(&s.c->rt, dim3(nbi_ceil_div(shape.hidden, 4 * NBI_MOE_THREADS), s.n_rows),
                dim3(NBI_MOE_THREADS), 0, nbi_moe_combine_kernel, s.w, s.out, s.ids, s.weights,
                shape.top_k, shape.n_experts, shape.hidden);
@@ -325,13 +345,16 @@ void nbi_moe_grouped_run(nbi_cuda *c, const nbi_moe_layer *l, const nbi_moe_args
     pass s = {};
     s.c = c;
     s.l = l;
-    lay_out(&s.w, static_cast<char *>(a->workspace), &l->shape, pass_rows(a->n_rows));
+    lay_out(&s.w, static_cast<char *>(a->workspace), &l->shape, pass_rows(a->n_rows), l->fp4);
     for (uint32_t row = 0; row < a->n_rows; row += s.n_rows) {
         const size_t first = (size_t)row * l->shape.top_k;
         s.n_rows = pass_rows(a->n_rows - row);
         s.n_pairs = s.n_rows * l->shape.top_k;
-        s.wide = c->rt.sm == 90 && pairs_each(&l->shape, s.n_rows) >= WIDE_PAIRS;
-        s.tokens = s.wide ? NBI_MOE_WIDE_TOKENS : choose_tokens(c, &l->shape, s.n_rows);
+        const uint32_t each = pairs_each(&l->shape, s.n_rows);
+        s.wide = !l->fp4 && c->rt.sm == 90 && each >= WIDE_PAIRS;
+        s.tokens = s.wide   ? NBI_MOE_WIDE_TOKENS
+                   : l->fp4 ? nbi_moe_fp4_tokens(each)
+                            : choose_tokens(c, &l->shape, s.n_rows);
         s.n_tiles = most_tiles(s.n_pairs, l->shape.n_experts, s.tokens);
         s.x = static_cast<const float *>(a->x) + (size_t)row * l->shape.hidden;
         s.out = static_cast<float *>(a->out) + (size_t)row * l->shape.hidden;

@@ -13,8 +13,10 @@
  * pass: its capacity is that number, nothing can overflow, and more rows are more passes. The
  * alphas (input scale times second-level weight scale) are in the units of the converted rows and
  * the scales of the packed rows. Where FlashInfer rounds the results of both products to BF16, they
- * stay float32 here: sums and bits are those of moe_grouped.cu. */
-#include "moe/cuda/moe_product.h"
+ * stay float32 here: sums and bits are those of moe_grouped.cu. A layer with FP4 tiles has the
+ * products of moe_fp4.h, and rows as those take them. */
+#include "moe/cuda/moe_combine.h"
+#include "moe/cuda/moe_fp4.h"
 
 #define CAPACITY_MAX   128u /* rows of a pass */
 #define CAPACITY_LEAST 16u
@@ -71,7 +73,7 @@ struct dispatch_args {
 };
 
 /* A warp per chunk of a place. */
-template <nbi_weight_kind KIND>
+template <nbi_weight_kind KIND, bool FP4>
 static __global__ void __launch_bounds__(NBI_MOE_THREADS) dispatch_kernel(const dispatch_args a)
 {
     nbi_wait_before();
@@ -83,13 +85,17 @@ static __global__ void __launch_bounds__(NBI_MOE_THREADS) dispatch_kernel(const 
     const uint32_t e = place / a.capacity;
     if (place % a.capacity >= a.m.masked_m[e]) return;
     const size_t row = a.by_place ? place : a.m.row[place];
-    nbi_moe_convert<KIND>(a.to, a.unit, a.from + row * a.cols, a.cols, place, item % n_chunks,
-                          a.input_scale ? a.input_scale[e] : 0);
+    const float scale = a.input_scale ? a.input_scale[e] : 0, *x = a.from + row * a.cols;
+    if constexpr (FP4)
+        nbi_moe_fp4_convert(a.to, x, a.cols, place, item % n_chunks, scale);
+    else
+        nbi_moe_convert<KIND>(a.to, a.unit, x, a.cols, place, item % n_chunks, scale);
 }
 
 /* ---------------------------------------------------------------- memory */
 
-static size_t lay_out(masked_work *m, char *base, const nbi_moe_shape *s, uint32_t capacity)
+static size_t lay_out(masked_work *m, char *base, const nbi_moe_shape *s, uint32_t capacity,
+                      bool fp4)
 {
     const size_t places = (size_t)s->n_experts * capacity;
     const size_t width = s->hidden > s->inter ? s->hidden : s->inter;
@@ -100,8 +106,8 @@ static size_t lay_out(masked_work *m, char *base, const nbi_moe_shape *s, uint32
         {reinterpret_cast<void **>(&m->masked_m), s->n_experts * sizeof *m->masked_m},
         {reinterpret_cast<void **>(&m->row), places * sizeof *m->row},
         {reinterpret_cast<void **>(&m->w.place), (size_t)capacity * s->top_k * sizeof *m->w.place},
-        {reinterpret_cast<void **>(&m->w.xc), places * nbi_moe_row_bytes(s->hidden)},
-        {reinterpret_cast<void **>(&m->w.hc), places * nbi_moe_row_bytes(s->inter)},
+        {reinterpret_cast<void **>(&m->w.xc), places * nbi_moe_form_bytes(s->hidden, fp4)},
+        {reinterpret_cast<void **>(&m->w.hc), places * nbi_moe_form_bytes(s->inter, fp4)},
         {reinterpret_cast<void **>(&m->w.xe),
          places * nbi_moe_chunks(s->kind_gate_up, s->hidden) * sizeof(float)},
         {reinterpret_cast<void **>(&m->w.he),
@@ -118,18 +124,19 @@ static size_t lay_out(masked_work *m, char *base, const nbi_moe_shape *s, uint32
 }
 
 /* Rows of a pass: by the shape alone, no more than there are. */
-static uint32_t pass_rows(const nbi_moe_shape *s, uint32_t n_rows)
+static uint32_t pass_rows(const nbi_moe_shape *s, uint32_t n_rows, bool fp4)
 {
     masked_work m = {};
     uint32_t capacity = CAPACITY_MAX;
-    while (capacity > CAPACITY_LEAST && lay_out(&m, NULL, s, capacity) > BYTES_MAX) capacity /= 2;
+    while (capacity > CAPACITY_LEAST && lay_out(&m, NULL, s, capacity, fp4) > BYTES_MAX)
+        capacity /= 2;
     return n_rows < capacity ? n_rows : capacity;
 }
 
-size_t nbi_moe_masked_workspace(const nbi_moe_shape *s, uint32_t max_rows)
+size_t nbi_moe_masked_workspace(const nbi_moe_shape *s, uint32_t max_rows, bool fp4)
 {
     masked_work m = {};
-    return lay_out(&m, NULL, s, pass_rows(s, max_rows));
+    return lay_out(&m, NULL, s, pass_rows(s, max_rows, fp4), fp4);
 }
 
 bool nbi_moe_masked_fits(const nbi_cuda *c, const nbi_moe_shape *s)
@@ -148,7 +155,7 @@ struct masked_pass {
     bool small; /* tiles of 40 rows, else 16 */
 };
 
-template <nbi_weight_kind KIND>
+template <nbi_weight_kind KIND, bool FP4>
 static void launch_dispatch(const masked_pass &s, const float *from, bool by_place)
 {
     const nbi_moe_shape &shape = s.l->shape;
@@ -164,10 +171,11 @@ static void launch_dispatch(const masked_pass &s, const float *from, bool by_pla
     a.by_place = by_place;
     nbi_launch(&s.c->rt,
                dim3(nbi_ceil_div(a.n_places * nbi_moe_chunks(KIND, a.cols), NBI_MOE_WARPS)),
-               dim3(NBI_MOE_THREADS), 0, dispatch_kernel<KIND>, a);
+               dim3(NBI_MOE_THREADS), 0, dispatch_kernel<KIND, FP4>, a);
 }
 
-template <nbi_weight_kind KIND, bool GATE_UP> static void launch_product(const masked_pass &s)
+template <nbi_weight_kind KIND, bool GATE_UP, bool FP4>
+static void launch_product(const masked_pass &s)
 {
     const uint32_t n_experts = s.l->shape.n_experts;
     nbi_moe_product_args a = {};
@@ -176,6 +184,11 @@ template <nbi_weight_kind KIND, bool GATE_UP> static void launch_product(const m
     a.out = GATE_UP ? s.m.w.h : s.m.w.y;
     a.masked_m = s.m.masked_m;
     a.capacity = s.capacity;
+    if constexpr (FP4) {
+        const uint32_t tokens = s.small ? nbi_moe_small::TOKENS : nbi_moe_narrow::TOKENS;
+        return nbi_moe_fp4_product(s.c, a, tokens, GATE_UP, true, nbi_ceil_div(s.capacity, tokens),
+                                   n_experts);
+    }
     if (s.small)
         nbi_moe_launch_division<KIND, nbi_moe_small, GATE_UP, true>(
             s.c, a, nbi_ceil_div(s.capacity, nbi_moe_small::TOKENS), n_experts);
@@ -184,16 +197,29 @@ template <nbi_weight_kind KIND, bool GATE_UP> static void launch_product(const m
             s.c, a, nbi_ceil_div(s.capacity, nbi_moe_narrow::TOKENS), n_experts);
 }
 
-template <nbi_weight_kind KIND> static void launch_up(const masked_pass &s, const float *x)
+template <nbi_weight_kind KIND, bool FP4 = false>
+static void launch_up(const masked_pass &s, const float *x)
 {
-    launch_dispatch<KIND>(s, x, false);
-    launch_product<KIND, true>(s);
+    launch_dispatch<KIND, FP4>(s, x, false);
+    launch_product<KIND, true, FP4>(s);
 }
 
-template <nbi_weight_kind KIND> static void launch_down(const masked_pass &s)
+template <nbi_weight_kind KIND, bool FP4 = false> static void launch_down(const masked_pass &s)
 {
-    launch_dispatch<KIND>(s, s.m.w.h, true);
-    launch_product<KIND, false>(s);
+    launch_dispatch<KIND, FP4>(s, s.m.w.h, true);
+    launch_product<KIND, false, FP4>(s);
+}
+
+static void launch_products(const masked_pass &s, const float *x)
+{
+    const nbi_moe_shape &shape = s.l->shape;
+    if (s.l->fp4) {
+        launch_up<NBI_WEIGHT_NVFP4, true>(s, x);
+        launch_down<NBI_WEIGHT_NVFP4, true>(s);
+        return;
+    }
+    NBI_MOE_BY_KIND(shape.kind_gate_up, launch_up, s, x);
+    NBI_MOE_BY_KIND(shape.kind_down, launch_down, s);
 }
 
 void nbi_moe_masked_run(nbi_cuda *c, const nbi_moe_layer *l, const nbi_moe_args *a)
@@ -202,19 +228,17 @@ void nbi_moe_masked_run(nbi_cuda *c, const nbi_moe_layer *l, const nbi_moe_args 
     masked_pass s = {};
     s.c = c;
     s.l = l;
-    s.capacity = pass_rows(shape, a->n_rows);
-    lay_out(&s.m, static_cast<char *>(a->workspace), shape, s.capacity);
+    s.capacity = pass_rows(shape, a->n_rows, l->fp4);
+    lay_out(&s.m, static_cast<char *>(a->workspace), shape, s.capacity, l->fp4);
     s.small = s.capacity * shape->top_k > SMALL_ROWS * shape->n_experts &&
-              nbi_moe_product_shared(nbi_moe_small::TOKENS, nbi_moe_most_chunks(shape)) <=
-                  c->rt.shared_max;
+              (l->fp4 || nbi_moe_product_shared(nbi_moe_small::TOKENS,
+                                                nbi_moe_most_chunks(shape)) <= c->rt.shared_max);
     for (uint32_t row = 0; row < a->n_rows; row += s.capacity) {
         const uint32_t left = a->n_rows - row, n = left < s.capacity ? left : s.capacity;
         const int32_t *ids = a->ids + (size_t)row * shape->top_k;
         nbi_launch(&c->rt, dim3(shape->n_experts), dim3(CAPACITY_MAX), 0, assign_kernel, s.m, ids,
                    n, shape->top_k, s.capacity);
-        NBI_MOE_BY_KIND(shape->kind_gate_up, launch_up, s,
-                        static_cast<const float *>(a->x) + (size_t)row * shape->hidden);
-        NBI_MOE_BY_KIND(shape->kind_down, launch_down, s);
+        launch_products(s, static_cast<const float *>(a->x) + (size_t)row * shape->hidden);
         nbi_launch(&c->rt, dim3(nbi_ceil_div(shape->hidden, 4 * NBI_MOE_THREADS), n),
                    dim3(NBI_MOE_THREADS), 0, nbi_moe_combine_kernel, s.m.w,
                    static_cast<float *>(a->out) + (size_t)row * shape->hidden, ids,

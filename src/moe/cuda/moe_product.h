@@ -6,10 +6,9 @@
 #include "moe/cuda/moe_grouped.h"
 #include "moe/cuda/moe_tiles.h"
 
-#define NBI_MOE_THREADS  256u
-#define NBI_MOE_WARPS    (NBI_MOE_THREADS / NBI_WARP)
-#define NBI_MOE_STAGES   4u /* k-tiles of x on their way or in use */
-#define NBI_MOE_TOGETHER 4u /* slots of a row whose y is asked for together */
+#define NBI_MOE_THREADS 256u
+#define NBI_MOE_WARPS   (NBI_MOE_THREADS / NBI_WARP)
+#define NBI_MOE_STAGES  4u /* k-tiles of x on their way or in use */
 
 static NBI_DEV bool nbi_moe_valid(int32_t id, uint32_t n_experts)
 {
@@ -215,6 +214,29 @@ static NBI_DEV void nbi_moe_load_units(float *unit, const nbi_moe_product_args &
     }
 }
 
+/* The block's tile. False: there is no work for it, tile->n is 0. */
+template <class D, bool MASKED>
+static NBI_DEV bool nbi_moe_find_tile(const nbi_moe_product_args &a, nbi_moe_token_tile *tile)
+{
+    bool work_here;
+    *tile = {0, 0, 0};
+    if constexpr (MASKED) { /* tile y of expert z's capacity */
+        const uint32_t m = nbi_load_fresh(a.masked_m + blockIdx.z), at = blockIdx.y * D::TOKENS;
+        const uint32_t left = at < m ? m - at : 0;
+        work_here = left > 0;
+        *tile = {blockIdx.z, blockIdx.z * a.capacity + at, left < D::TOKENS ? left : D::TOKENS};
+    } else {
+        const uint32_t n_tiles = nbi_load_fresh(&a.w.total->n_tiles);
+        work_here = blockIdx.y < n_tiles;
+        if (work_here) {
+            const nbi_moe_token_tile *from = a.w.tiles + blockIdx.y;
+            *tile = {nbi_load_fresh(&from->expert), nbi_load_fresh(&from->first),
+                     nbi_load_fresh(&from->n)};
+        }
+    }
+    return work_here;
+}
+
 /* down asks for its first weights before the wait: which tokens it has was written three kernels
  * back or more, which is complete when the one before lets us start. */
 template <nbi_weight_kind KIND, class D, bool GATE_UP, bool MASKED>
@@ -224,22 +246,8 @@ static __global__ void __launch_bounds__(NBI_MOE_THREADS, D::BLOCKS)
     constexpr uint32_t TILES = nbi_chunk_tiles(KIND), DEPTH = D::DEPTH;
     constexpr bool ONCE = D::WN == 1; /* else the warps beside read the same weights */
     if (GATE_UP) nbi_wait_before();
-    bool work_here;
-    nbi_moe_token_tile tile = {0, 0, 0};
-    if constexpr (MASKED) { /* tile y of expert z's capacity */
-        const uint32_t m = nbi_load_fresh(a.masked_m + blockIdx.z), at = blockIdx.y * D::TOKENS;
-        const uint32_t left = at < m ? m - at : 0;
-        work_here = left > 0;
-        tile = {blockIdx.z, blockIdx.z * a.capacity + at, left < D::TOKENS ? left : D::TOKENS};
-    } else {
-        const uint32_t n_tiles = nbi_load_fresh(&a.w.total->n_tiles);
-        work_here = blockIdx.y < n_tiles;
-        if (work_here) {
-            const nbi_moe_token_tile *from = a.w.tiles + blockIdx.y;
-            tile = {nbi_load_fresh(&from->expert), nbi_load_fresh(&from->first),
-                    nbi_load_fresh(&from->n)};
-        }
-    }
+    nbi_moe_token_tile tile;
+    const bool work_here = nbi_moe_find_tile<D, MASKED>(a, &tile);
     const nbi_cuda_packed w = nbi_moe_expert(a.weights, tile.expert);
     /* known to be the same in all lanes: no code for lanes that part */
     const uint32_t warp = __shfl_sync(NBI_FULL_MASK, threadIdx.x / NBI_WARP, 0);
@@ -293,40 +301,6 @@ static __global__ void __launch_bounds__(NBI_MOE_THREADS, D::BLOCKS)
         }
     }
     if (live) nbi_moe_store<D, GATE_UP>(a, w, tile, y, first_rt, token0);
-}
-
-/* out: y of the pairs of a row, at their places, in the order of its slots. */
-static __global__ void __launch_bounds__(NBI_MOE_THREADS)
-    nbi_moe_combine_kernel(const nbi_moe_work w, float *out, const int32_t *ids,
-                           const float *weights, uint32_t top_k, uint32_t n_experts,
-                           uint32_t hidden)
-{
-    nbi_wait_before();
-    nbi_let_next();
-    const uint32_t c = 4 * (blockIdx.x * NBI_MOE_THREADS + threadIdx.x);
-    const size_t t = blockIdx.y;
-    if (c >= hidden) return;
-    nbi_f32x4 sum = {{0, 0, 0, 0}};
-    for (uint32_t k0 = 0; k0 < top_k; k0 += NBI_MOE_TOGETHER) { /* their loads go out together */
-        nbi_f32x4 y[NBI_MOE_TOGETHER] = {};
-        float weight[NBI_MOE_TOGETHER] = {};
-        bool here[NBI_MOE_TOGETHER];
-#pragma unroll
-        for (uint32_t j = 0; j < NBI_MOE_TOGETHER; j++) {
-            const size_t p = t * top_k + k0 + j;
-            here[j] = k0 + j < top_k && nbi_moe_valid(ids[p], n_experts);
-            if (!here[j]) continue;
-            weight[j] = weights[p];
-            y[j] = *reinterpret_cast<const nbi_f32x4 *>(w.y + (size_t)w.place[p] * hidden + c);
-        }
-#pragma unroll
-        for (uint32_t j = 0; j < NBI_MOE_TOGETHER; j++) {
-            if (!here[j]) continue;
-#pragma unroll
-            for (int i = 0; i < 4; i++) sum.v[i] = fmaf(weight[j], y[j].v[i], sum.v[i]);
-        }
-    }
-    *reinterpret_cast<nbi_f32x4 *>(out + t * hidden + c) = sum;
 }
 
 /* ---------------------------------------------------------------- launches */

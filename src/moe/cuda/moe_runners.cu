@@ -19,8 +19,9 @@
 /* Pairs of an expert, on average, from which grouped products are ahead of streamed ones. */
 #define ROWS_PAIRS 12u
 
-/* Kernels agree in every bit: tests/cuda/test_cuda_moe.c. */
-#define NUMERICS "cuda"
+/* Kernels agree in every bit: tests/cuda/test_cuda_moe.c; of FP4 products test_cuda_fp4.c. */
+#define NUMERICS     "cuda"
+#define NUMERICS_FP4 "cuda_fp4"
 
 static bool supports_gemv(const nbi_backend *b, const nbi_moe_shape *s, char *why, size_t n)
 {
@@ -40,7 +41,7 @@ static size_t gemv_workspace(const nbi_backend *b, const nbi_moe_shape *s, uint3
 static size_t grouped_workspace(const nbi_backend *b, const nbi_moe_shape *s, uint32_t max_rows)
 {
     (void)b;
-    return nbi_moe_grouped_workspace(s, max_rows);
+    return nbi_moe_grouped_workspace(s, max_rows, false);
 }
 
 static size_t stream_workspace(const nbi_backend *b, const nbi_moe_shape *s, uint32_t max_rows)
@@ -101,7 +102,7 @@ static void run_best(nbi_backend *b, const nbi_moe_layer *l, const nbi_moe_args 
 static size_t masked_workspace(const nbi_backend *b, const nbi_moe_shape *s, uint32_t max_rows)
 {
     (void)b;
-    return nbi_moe_masked_workspace(s, max_rows);
+    return nbi_moe_masked_workspace(s, max_rows, false);
 }
 
 static void run_masked(nbi_backend *b, const nbi_moe_layer *l, const nbi_moe_args *a)
@@ -128,6 +129,38 @@ static bool supports_grouped(const nbi_backend *b, const nbi_moe_shape *s, char 
     if (nbi_moe_grouped_fits(nbi_cuda_of(b), s)) return true;
     snprintf(why, n, "experts of %u x %u do not fit into shared memory", s->inter, s->hidden);
     return false;
+}
+
+static bool rounds(const nbi_moe_shape *s, char *why, size_t n)
+{
+    if (s->w4a4) return true;
+    snprintf(why, n, "it rounds activations to NVFP4, which --activations w4a4 asks for");
+    return false;
+}
+
+static bool supports_masked_fp4(const nbi_backend *b, const nbi_moe_shape *s, char *why, size_t n)
+{
+    return supports_masked(b, s, why, n) && rounds(s, why, n);
+}
+
+static bool supports_grouped_fp4(const nbi_backend *b, const nbi_moe_shape *s, char *why, size_t n)
+{
+    return supports_grouped(b, s, why, n) && rounds(s, why, n);
+}
+
+/* Layers that cannot have FP4 products (moe_fp4.cu) have the others. */
+static size_t masked_fp4_workspace(const nbi_backend *b, const nbi_moe_shape *s, uint32_t max_rows)
+{
+    const size_t plain = masked_workspace(b, s, max_rows);
+    const size_t fp4 = nbi_moe_masked_workspace(s, max_rows, true);
+    return fp4 > plain ? fp4 : plain;
+}
+
+static size_t grouped_fp4_workspace(const nbi_backend *b, const nbi_moe_shape *s, uint32_t max_rows)
+{
+    const size_t plain = grouped_workspace(b, s, max_rows);
+    const size_t fp4 = nbi_moe_grouped_workspace(s, max_rows, true);
+    return fp4 > plain ? fp4 : plain;
 }
 
 const nbi_moe_runner_ops nbi_moe_runner_cuda = {
@@ -198,4 +231,32 @@ const nbi_moe_runner_ops nbi_moe_runner_cuda_masked = {
     .release = nbi_moe_cuda_release,
     .workspace_bytes = masked_workspace,
     .run = run_masked,
+};
+
+const nbi_moe_runner_ops nbi_moe_runner_cuda_masked_fp4 = {
+    .version = 1,
+    .size = sizeof(nbi_moe_runner_ops),
+    .name = "cuda_masked_fp4",
+    .aliases = NULL,
+    .summary = NBI_MOE_CUDA_MASKED_FP4_SUMMARY,
+    .numerics = NUMERICS_FP4,
+    .supports = supports_masked_fp4,
+    .prepare = nbi_moe_fp4_prepare,
+    .release = nbi_moe_cuda_release,
+    .workspace_bytes = masked_fp4_workspace,
+    .run = run_masked,
+};
+
+const nbi_moe_runner_ops nbi_moe_runner_cuda_grouped_fp4 = {
+    .version = 1,
+    .size = sizeof(nbi_moe_runner_ops),
+    .name = "cuda_grouped_fp4",
+    .aliases = NULL,
+    .summary = NBI_MOE_CUDA_GROUPED_FP4_SUMMARY,
+    .numerics = NUMERICS_FP4,
+    .supports = supports_grouped_fp4,
+    .prepare = nbi_moe_fp4_prepare,
+    .release = nbi_moe_cuda_release,
+    .workspace_bytes = grouped_fp4_workspace,
+    .run = run_grouped,
 };
