@@ -197,6 +197,55 @@ static NBI_DEV void multiply(float (&y)[D::MT][D::NT][4],
     }
 }
 
+/* Rows of h as floats in shared memory: lanes that write together share no banks, and neither do
+ * those that read 16 bytes. */
+#define H_PITCH (NBI_TILE_COLS + 4)
+
+/* h of the block's 64 columns, a k-tile of down, rounded to rows of FP4. Behind the last k-tile the
+ * chunk is filled with zeros. */
+template <class D>
+static NBI_DEV void store_h(const nbi_moe_product_args &a, const nbi_cuda_packed &w,
+                            const nbi_moe_token_tile &tile, const float (&y)[D::MT][D::NT][4],
+                            uint32_t first_rt, uint32_t token0)
+{
+    static_assert(D::ROW_TILES * 8 == NBI_TILE_COLS, "a block has one k-tile of h");
+    const uint32_t g = (uint32_t)nbi_lane() / 4, t = (uint32_t)nbi_lane() % 4;
+    float *h = nbi_shared<float>();
+    nbi_copy_wait<0>();
+    __syncthreads(); /* the ring is read */
+#pragma unroll
+    for (uint32_t m = 0; m < D::MT; m++) {
+        const uint32_t rt = first_rt + m, row = rt * 8 + g, low = rt * NBI_TILE_ROWS + g;
+        const bool here = rt < w.n_rt && row < w.rows;
+        const float low_scale = here ? w.row_scale[low] : 0;
+        const float high_scale = here ? w.row_scale[low + 8] : 0;
+#pragma unroll
+        for (uint32_t n = 0; n < D::NT; n++)
+#pragma unroll
+            for (uint32_t j = 0; j < 2; j++)
+                h[(token0 + n * 8 + 2 * t + j) * H_PITCH + row % NBI_TILE_COLS] =
+                    here ? nbi_moe_swiglu(y[m][n][j] * low_scale, y[m][n][2 + j] * high_scale) : 0;
+    }
+    __syncthreads();
+    const uint32_t n_kt = (w.rows + NBI_TILE_COLS - 1) / NBI_TILE_COLS, kt = blockIdx.x;
+    const uint32_t n_chunks = (n_kt + NBI_MOE_FP4_TILES - 1) / NBI_MOE_FP4_TILES;
+    const float scale = a.h_scale[tile.expert];
+    for (uint32_t i = threadIdx.x; i < D::TOKENS * 8; i += NBI_MOE_THREADS) { /* whole warps */
+        const uint32_t r = i / 8, at = i % 8;
+        const float *from = h + r * H_PITCH + at * 8;
+        nbi_moe_fp4_octet octet(*reinterpret_cast<const nbi_f32x4 *>(from),
+                                *reinterpret_cast<const nbi_f32x4 *>(from + 4), scale);
+        if (r >= tile.n) continue;
+        char *chunk = a.w.hc + ((size_t)(tile.first + r) * n_chunks + kt / NBI_MOE_FP4_TILES) *
+                                   NBI_MOE_FP4_CHUNK_BYTES;
+        octet.store(chunk, kt % NBI_MOE_FP4_TILES, at);
+        if (kt + 1 != n_kt) continue;
+        octet.codes = octet.scale = 0;
+        for (uint32_t k = kt % NBI_MOE_FP4_TILES + 1; k < NBI_MOE_FP4_TILES; k++)
+            octet.store(chunk, k, at);
+    }
+}
+
 template <class D, bool GATE_UP, bool MASKED>
 static __global__ void __launch_bounds__(NBI_MOE_THREADS, D::BLOCKS)
     product_kernel(const nbi_moe_product_args a)
@@ -252,7 +301,10 @@ static __global__ void __launch_bounds__(NBI_MOE_THREADS, D::BLOCKS)
         for (uint32_t n = 0; n < D::NT; n++)
 #pragma unroll
             for (uint32_t i = 0; i < 4; i++) y[m][n][i] *= unit;
-    if (live) nbi_moe_store<D, GATE_UP>(a, w, tile, y, first_rt, token0);
+    if constexpr (GATE_UP)
+        store_h<D>(a, w, tile, y, first_rt, token0);
+    else if (live)
+        nbi_moe_store<D, false>(a, w, tile, y, first_rt, token0);
 }
 
 /* ---------------------------------------------------------------- launches */

@@ -11,7 +11,7 @@
  *
  * Grids have the size that the counts allow; blocks behind the real work leave at once. Weights go
  * from memory to fragments in registers, rows of x through a ring in shared memory. A layer with
- * FP4 tiles has the products of moe_fp4.h, and rows as those take them. */
+ * FP4 tiles has the products of moe_fp4.h, and rows as those take them; gate_up rounds h itself. */
 #include "moe/cuda/moe_combine.h"
 #include "moe/cuda/moe_fp4.h"
 
@@ -133,7 +133,7 @@ static __global__ void __launch_bounds__(NBI_MOE_THREADS)
     w.place[i] = at;
 }
 
-template <nbi_weight_kind KIND, bool FP4>
+template <nbi_weight_kind KIND>
 static __global__ void __launch_bounds__(NBI_MOE_THREADS)
     convert_kernel(const work w, const float *input_scale, const int32_t *ids, uint32_t cols)
 {
@@ -144,11 +144,8 @@ static __global__ void __launch_bounds__(NBI_MOE_THREADS)
     const uint32_t n_chunks = (cols + CHUNK - 1) / CHUNK, place = item / n_chunks;
     if (place >= w.total->n_places) return;
     const float scale = input_scale ? input_scale[ids[w.pair[place]]] : 0;
-    if constexpr (FP4)
-        nbi_moe_fp4_convert(w.hc, w.h + (size_t)place * cols, cols, place, item % n_chunks, scale);
-    else
-        nbi_moe_convert<KIND>(w.hc, w.he, w.h + (size_t)place * cols, cols, place, item % n_chunks,
-                              scale);
+    nbi_moe_convert<KIND>(w.hc, w.he, w.h + (size_t)place * cols, cols, place, item % n_chunks,
+                          scale);
 }
 
 /* ---------------------------------------------------------------- launches */
@@ -303,7 +300,8 @@ template <nbi_weight_kind KIND, bool FP4 = false> static void launch_up(const pa
     nbi_launch(&s.c->rt, dim3(b.segments), dim3(NBI_MOE_THREADS), 0, place_kernel, s.w, s.ids,
                s.n_pairs, shape.n_experts, s.tokens);
     if (s.wide) return nbi_moe_wide_gate_up(s.c, wide_args(s), s.l->gate_up);
-    const nbi_moe_product_args a = {s.l->gate_up, s.w, s.w.h, by_pair ? 1 : shape.top_k, NULL, 0};
+    const nbi_moe_product_args a = {
+        s.l->gate_up, s.w, s.w.h, by_pair ? 1 : shape.top_k, NULL, 0, s.l->down.input_scale};
     if constexpr (FP4)
         nbi_moe_fp4_product(s.c, a, s.tokens, true, false, s.n_tiles, 1);
     else
@@ -315,13 +313,11 @@ template <nbi_weight_kind KIND, bool FP4 = false> static void launch_down(const 
     if (s.wide) return nbi_moe_wide_down(s.c, wide_args(s), s.l->down);
     const nbi_moe_shape &shape = s.l->shape;
     const uint32_t items = s.n_pairs * nbi_moe_chunks(KIND, shape.inter);
+    const nbi_moe_product_args a = {s.l->down, s.w, s.w.y, 1, NULL, 0, NULL};
+    if constexpr (FP4) return nbi_moe_fp4_product(s.c, a, s.tokens, false, false, s.n_tiles, 1);
     nbi_launch(&s.c->rt, dim3(nbi_ceil_div(items, NBI_MOE_WARPS)), dim3(NBI_MOE_THREADS), 0,
-               convert_kernel<KIND, FP4>, s.w, s.l->down.input_scale, s.ids, shape.inter);
-    const nbi_moe_product_args a = {s.l->down, s.w, s.w.y, 1, NULL, 0};
-    if constexpr (FP4)
-        nbi_moe_fp4_product(s.c, a, s.tokens, false, false, s.n_tiles, 1);
-    else
-        launch_product<KIND, false>(s.c, a, s.n_tiles, s.tokens);
+               convert_kernel<KIND>, s.w, s.l->down.input_scale, s.ids, shape.inter);
+    launch_product<KIND, false>(s.c, a, s.n_tiles, s.tokens);
 }
 
 static void run_pass(const pass &s)

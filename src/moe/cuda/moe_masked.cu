@@ -14,7 +14,7 @@
  * alphas (input scale times second-level weight scale) are in the units of the converted rows and
  * the scales of the packed rows. Where FlashInfer rounds the results of both products to BF16, they
  * stay float32 here: sums and bits are those of moe_grouped.cu. A layer with FP4 tiles has the
- * products of moe_fp4.h, and rows as those take them. */
+ * products of moe_fp4.h, and rows as those take them; gate_up rounds h itself. */
 #include "moe/cuda/moe_combine.h"
 #include "moe/cuda/moe_fp4.h"
 
@@ -185,6 +185,7 @@ static void launch_product(const masked_pass &s)
     a.masked_m = s.m.masked_m;
     a.capacity = s.capacity;
     if constexpr (FP4) {
+        a.h_scale = s.l->down.input_scale;
         const uint32_t tokens = s.small ? nbi_moe_small::TOKENS : nbi_moe_narrow::TOKENS;
         return nbi_moe_fp4_product(s.c, a, tokens, GATE_UP, true, nbi_ceil_div(s.capacity, tokens),
                                    n_experts);
@@ -206,7 +207,7 @@ static void launch_up(const masked_pass &s, const float *x)
 
 template <nbi_weight_kind KIND, bool FP4 = false> static void launch_down(const masked_pass &s)
 {
-    launch_dispatch<KIND, FP4>(s, s.m.w.h, true);
+    if (!FP4) launch_dispatch<KIND, false>(s, s.m.w.h, true);
     launch_product<KIND, false, FP4>(s);
 }
 

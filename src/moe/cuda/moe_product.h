@@ -55,6 +55,7 @@ struct nbi_moe_product_args {
     /* masked: expert e has the places e * capacity ... + masked_m[e] - 1 */
     const uint32_t *masked_m; /* [n_experts], each at most capacity */
     uint32_t capacity;
+    const float *h_scale; /* [n_experts] moe_fp4.h, gate_up: input scales of down */
 };
 
 /* Where the rows of a tile come from. */
