@@ -94,6 +94,9 @@ typedef struct nb_request nb_request;
 /* Called from the opening thread while loading: bytes of weights made ready so far, of how many. */
 typedef void (*nb_progress)(void *user, uint64_t done_bytes, uint64_t total_bytes);
 
+/* Processes that run one model together. Made by the program; its calls are not public. */
+typedef struct nbi_comm nb_ranks;
+
 typedef struct nb_engine_options {
     const char *model_dir;   /* folder in Hugging Face layout; required */
     const char *device;      /* "auto" (a GPU where there is one), "cpu", "cuda" */
@@ -140,6 +143,11 @@ typedef struct nb_engine_options {
                                   (default), and always on a GPU: only those of profiles */
     nb_progress progress;      /* optional */
     void *progress_user;
+    /* The ranks that run the model together; borrowed, outlives the engine. Every rank opens an
+     * engine with the same options; rank 0 serves, the others call nb_engine_follow(). NULL: this
+     * process alone. */
+    nb_ranks *ranks;
+    uint32_t ep_size; /* parts that whole experts are dealt to; 0: 1 */
 } nb_engine_options;
 
 void nb_engine_options_default(nb_engine_options *options);
@@ -214,6 +222,10 @@ void nb_engine_on_step(nb_engine *engine, void (*after)(void *user), void *user)
 
 /* One step by the caller. *worked is false when nothing was waiting or running. */
 nb_status nb_engine_step(nb_engine *engine, bool *worked, nb_error *error);
+
+/* On a rank that is not 0: does what rank 0 says until that closes its engine. An error when a rank
+ * has failed; the engine is of no use then. */
+nb_status nb_engine_follow(nb_engine *engine, nb_error *error);
 
 /* How a request ends. */
 typedef enum nb_finish {

@@ -10,6 +10,7 @@
 #include <unistd.h>
 
 #include "base/clock.h"
+#include "base/log.h"
 
 #define OPTIONS_MAX 128u /* of a command */
 
@@ -224,8 +225,17 @@ int nbi_cli_usage(const nbi_command *command, const char *fmt, ...)
 static void log_line(void *user, nb_log_level level, const char *line)
 {
     static const char *const heads[NB_LOG_COUNT] = {"error: ", "warning: ", "", "debug: "};
-    (void)user;
-    fprintf(stderr, "%s%s\n", level < NB_LOG_COUNT ? heads[level] : "", line);
+    const uint32_t *rank = user;
+    char number[24] = "";
+    if (rank) snprintf(number, sizeof number, "rank %u: ", *rank);
+    fprintf(stderr, "%s%s%s\n", number, level < NB_LOG_COUNT ? heads[level] : "", line);
+}
+
+void nbi_cli_log_follow(uint32_t rank)
+{
+    static uint32_t number;
+    number = rank;
+    nb_log_set_sink(log_line, &number, nbi_log_wants(NB_LOG_DEBUG) ? NB_LOG_DEBUG : NB_LOG_WARN);
 }
 
 void nbi_cli_log_start(nb_log_level max_level)

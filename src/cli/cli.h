@@ -72,6 +72,9 @@ int nbi_cli_usage(const nbi_command *command, const char *fmt, ...) NBI_PRINTF(2
 
 /* Log lines to stderr, with the level in front of warnings and errors. */
 void nbi_cli_log_start(nb_log_level max_level);
+/* Lines from here on are those of a rank that follows: with its number, and only warnings unless
+ * debug lines are asked for. */
+void nbi_cli_log_follow(uint32_t rank);
 
 /* "4.52 GB" (powers of 1000). */
 const char *nbi_cli_bytes(char out[24], uint64_t bytes);

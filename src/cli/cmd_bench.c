@@ -3,6 +3,7 @@
 #include <string.h>
 
 #include "cli/attention_options.h"
+#include "cli/ranks.h"
 #include "cli/tune_options.h"
 #include "perf/bench.h"
 
@@ -149,6 +150,21 @@ static int settle(args *a, int n_operands, char **argv)
     return -1;
 }
 
+/* Every rank runs the same steps; rank 0 tells of them. */
+static int run(args *a)
+{
+    nb_error err;
+    nbi_bench_result result;
+    if (nbi_ranks_follows(a->bench.ranks)) a->bench.trace = NULL;
+    if (nbi_bench_run(&result, &a->bench, &err) != NB_OK)
+        return nbi_ranks_fail(a->bench.ranks, &command, &err);
+    if (nbi_ranks_follows(a->bench.ranks)) return NBI_EXIT_OK;
+    if (a->json) return print_json(a, &result);
+    print_text(a, &result);
+    if (a->bench.breakdown) print_breakdown(&result);
+    return NBI_EXIT_OK;
+}
+
 int nbi_cmd_bench(int argc, char **argv)
 {
     if (argc > 1 && !strcmp(argv[1], "serve")) return nbi_cmd_bench_serve(argc - 1, argv + 1);
@@ -156,6 +172,8 @@ int nbi_cmd_bench(int argc, char **argv)
               .cpu_level = "auto",
               .activations = "weight-only"};
     nbi_bench_options *b = &a.bench;
+    nbi_ranks_options ranks = {0};
+    char **kept = nbi_ranks_keep(argc, argv);
     const nbi_opt options[] = {
         {"model", NBI_OPT_STRING, &a.model, "DIR", "checkpoint in Hugging Face layout", true},
         {"device", NBI_OPT_STRING, &b->device, "NAME", "cpu (default), cuda, auto", false},
@@ -192,20 +210,23 @@ int nbi_cmd_bench(int argc, char **argv)
          false},
         {"threads", NBI_OPT_U32, &b->backend.n_threads, "N",
          "default: all cores this process may use", false},
+        NBI_RANKS_OPTION_ROWS(&ranks),
         {"json", NBI_OPT_FLAG, &a.json, NULL, "one JSON object on stdout", false},
         {0},
     };
     int n_operands = 0;
     int status = nbi_cli_parse(&command, options, argc, argv, &n_operands);
     if (status < 0) status = settle(&a, n_operands, argv);
+    if (status < 0) status = nbi_ranks_enter(&b->ranks, &ranks, &command, kept, false);
+    nbi_free(kept);
     if (status >= 0) return status;
-    nb_error err;
-    nbi_bench_result result;
     b->tune_file = nbi_tune_place(b->tune_file);
     nbi_cli_log_start(NB_LOG_WARN);
-    if (nbi_bench_run(&result, b, &err) != NB_OK) return nbi_cli_fail(&command, &err);
-    if (a.json) return print_json(&a, &result);
-    print_text(&a, &result);
-    if (b->breakdown) print_breakdown(&result);
-    return NBI_EXIT_OK;
+    nb_engine_options engine = {.n_threads = b->backend.n_threads};
+    nbi_ranks_apply(b->ranks, &ranks, &engine);
+    b->ep_size = engine.ep_size;
+    b->backend.n_threads = engine.n_threads;
+    status = run(&a);
+    nbi_comm_close(&b->ranks);
+    return status;
 }

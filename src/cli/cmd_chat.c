@@ -13,6 +13,7 @@
 
 #include "base/clock.h"
 #include "base/json.h"
+#include "cli/ranks.h"
 #include "cli/run_options.h"
 #include "server/served.h"
 
@@ -414,8 +415,12 @@ int nbi_cmd_chat(int argc, char **argv)
     chat c = {.parser = "auto", .temperature = NAN, .top_p = NAN, .seed = UINT64_MAX};
     int n_operands = 0;
     nbi_run_options_init(&c.model, "warn");
+    nbi_ranks_options ranks = {0};
+    nbi_comm *comm = NULL;
+    char **kept = nbi_ranks_keep(argc, argv);
     const nbi_opt options[] = {
         NBI_RUN_OPTION_ROWS(&c.model),
+        NBI_RANKS_OPTION_ROWS(&ranks),
         {"system", NBI_OPT_STRING, &c.system, "TEXT", "a system message to begin with", false},
         {"temperature", NBI_OPT_F64, &c.temperature, "T", "default: the model's; 0: greedy", false},
         {"top-p", NBI_OPT_F64, &c.top_p, "P", "default: the model's", false},
@@ -430,8 +435,17 @@ int nbi_cmd_chat(int argc, char **argv)
         {0},
     };
     int status = nbi_cli_parse(&command, options, argc, argv, &n_operands);
+    if (status < 0) status = nbi_ranks_enter(&comm, &ranks, &command, kept, true);
     if (status < 0) status = apply(&c, n_operands, argv);
-    if (status < 0) status = run(&c);
+    nbi_ranks_apply(comm, &ranks, &c.model.engine);
+    if (status < 0 && nbi_ranks_follows(comm)) {
+        c.model.engine.max_running = 1;
+        status = nbi_ranks_follow(comm, &c.model.engine);
+    } else if (status < 0) {
+        status = run(&c);
+        nbi_comm_close(&comm);
+    }
+    nbi_free(kept);
     nbi_run_options_free(&c.model);
     return status;
 }

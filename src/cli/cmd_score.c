@@ -6,6 +6,7 @@
 #include "base/file.h"
 #include "base/json.h"
 #include "cli/attention_options.h"
+#include "cli/ranks.h"
 #include "cli/tune_options.h"
 #include "engine/npy.h"
 #include "engine/score.h"
@@ -37,6 +38,8 @@ typedef struct score {
     uint32_t chunk, threads;
     nbi_attention_names attention;
     bool json, disable_graphs;
+    nbi_comm *comm; /* every rank runs all of it; NULL: one rank */
+    nbi_ranks_options ranks;
 
     nbi_backend *backend;
     nbi_model *model;
@@ -160,10 +163,14 @@ static nb_status open_all(score *s, nb_error *err)
     NB_TRY(nbi_kv_dtype_parse(&kv_dtype, s->kv_dtype, err));
     NB_TRY(nbi_backend_open(&s->backend, s->device, &bo, err));
     nbi_model_options mo = {.dir = s->model_dir,
+                            .comm = s->comm,
                             .attention = &s->attention,
                             .moe_runner = s->runner,
                             .tune_file = nbi_tune_place(s->tune_file),
                             .verify_scales = true};
+    if (s->comm)
+        NB_TRY(nbi_shard_make(&mo.shard, nbi_comm_rank(s->comm), nbi_comm_size(s->comm),
+                              s->ranks.ep_size, err));
     NB_TRY(nbi_model_open(&s->model, s->backend, &mo, err));
     const nbi_kv_asked asked = {nbi_model_kv_algo(s->model), bo.cpu_level};
     NB_TRY(nbi_kv_dtype_choose(&kv_dtype, s->kv_dtype, &asked, s->backend, err));
@@ -246,6 +253,19 @@ static int check_usage(const score *s)
     return -1;
 }
 
+static int run(score *s)
+{
+    nb_error err;
+    const bool follows = nbi_ranks_follows(s->comm);
+    if (follows) s->logits = NULL;
+    nb_status st = read_input(s, &err);
+    if (st == NB_OK) st = open_all(s, &err);
+    if (st == NB_OK) st = run_all(s, &err);
+    if (st == NB_OK && !follows) print_result(s);
+    close_all(s);
+    return st == NB_OK ? NBI_EXIT_OK : nbi_ranks_fail(s->comm, &command, &err);
+}
+
 int nbi_cmd_score(int argc, char **argv)
 {
     score s = {.device = "cpu",
@@ -281,18 +301,21 @@ int nbi_cmd_score(int argc, char **argv)
                                   s.attention.sparse_prefill, s.attention.sparse_decode),
         NBI_MLA_OPTION_ROWS(s.attention.mla_prefill, s.attention.mla_block),
         {"threads", NBI_OPT_U32, &s.threads, "N", "default: all cores this process may use", false},
+        NBI_RANKS_OPTION_ROWS(&s.ranks),
         {"json", NBI_OPT_FLAG, &s.json, NULL, "one JSON object on stdout", false},
         {0},
     };
+    char **kept = nbi_ranks_keep(argc, argv);
     int status = nbi_cli_parse(&command, options, argc, argv, NULL);
     if (status < 0) status = check_usage(&s);
+    if (status < 0) status = nbi_ranks_enter(&s.comm, &s.ranks, &command, kept, false);
+    nbi_free(kept);
     if (status >= 0) return status;
-    nb_error err;
     nbi_cli_log_start(NB_LOG_WARN);
-    nb_status st = read_input(&s, &err);
-    if (st == NB_OK) st = open_all(&s, &err);
-    if (st == NB_OK) st = run_all(&s, &err);
-    if (st == NB_OK) print_result(&s);
-    close_all(&s);
-    return st == NB_OK ? NBI_EXIT_OK : nbi_cli_fail(&command, &err);
+    nb_engine_options engine = {.n_threads = s.threads};
+    nbi_ranks_apply(s.comm, &s.ranks, &engine);
+    s.threads = engine.n_threads;
+    status = run(&s);
+    nbi_comm_close(&s.comm);
+    return status;
 }

@@ -14,6 +14,7 @@
 #include "base/clock.h"
 #include "base/log.h"
 #include "cli/http_options.h"
+#include "cli/ranks.h"
 #include "cli/run_options.h"
 #include "cli/serve_bandwidth.h"
 #include "cli/service.h"
@@ -23,6 +24,8 @@
 #define DRAIN_SECONDS   25  /* below the 30 s that Kubernetes waits */
 #define DRAIN_TICK_NS   20000000
 #define TIMING_INTERVAL 64
+#define LOST_TICK_NS    50000000 /* between two looks at the other ranks */
+#define LOST_WAIT_MS    1500     /* for clients to be told that a rank is lost */
 
 static const nbi_command command = {
     .name = "serve",
@@ -58,6 +61,8 @@ typedef struct serving {
     nbi_bandwidth_watch *watch;
     pthread_t main_thread, loader;
     bool loaded; /* written by the loader before it sends SIGUSR1 */
+    nbi_ranks_options ranks;
+    nbi_comm *comm; /* NULL: one rank */
     nb_status status;
     nb_error err;
 } serving;
@@ -114,6 +119,26 @@ static void let_signals_end(const sigset_t *set)
     pthread_sigmask(SIG_UNBLOCK, set, NULL);
 }
 
+static bool is_lost(const serving *s)
+{
+    return s->comm && nbi_comm_lost(s->comm, NULL) != NB_OK;
+}
+
+/* A rank is lost: the engine has failed what ran, or would have; readers are told, and that is all.
+ */
+static void end_lost(serving *s, bool joined)
+{
+    nb_error why = {0};
+    (void)nbi_comm_lost(s->comm, &why);
+    if (!joined || s->status != NB_OK) nbi_log(NB_LOG_ERROR, "%s", why.text);
+    const uint64_t end_ns = nbi_now_ns() + LOST_WAIT_MS * 1000000ull;
+    while (nbi_server_owed(s->server) && nbi_now_ns() < end_ns)
+        nanosleep(&(struct timespec){.tv_nsec = DRAIN_TICK_NS}, NULL);
+    nbi_server_stop(s->server, AT_ONCE_WAIT_MS);
+    nbi_server_flush_logs(s->server);
+    _exit(NBI_EXIT_FAILED);
+}
+
 /* Takes nothing new and waits until what runs has finished or the time is over. False when a second
  * signal came. */
 static bool drain(serving *s, const sigset_t *set)
@@ -122,13 +147,13 @@ static bool drain(serving *s, const sigset_t *set)
     uint64_t end_ns = nbi_now_ns() + (uint64_t)s->drain_seconds * 1000000000u;
     nbi_server_drain(s->server);
     uint32_t owed = nbi_server_owed(s->server);
-    if (owed && s->drain_seconds) {
+    if (owed && s->drain_seconds && !is_lost(s)) {
         nbi_log(NB_LOG_INFO,
                 "draining: %u requests may finish within %u s; a second signal ends "
                 "them at once",
                 owed, s->drain_seconds);
     }
-    while (nbi_server_owed(s->server) && nbi_now_ns() < end_ns) {
+    while (nbi_server_owed(s->server) && nbi_now_ns() < end_ns && !is_lost(s)) {
         int number = sigtimedwait(set, NULL, &tick);
         if (number == SIGINT || number == SIGTERM) return false;
         if (number == SIGHUP) nbi_server_reload(s->server);
@@ -142,6 +167,7 @@ static bool drain(serving *s, const sigset_t *set)
 static int end(serving *s, const sigset_t *set, bool joined)
 {
     bool in_order = drain(s, set);
+    if (is_lost(s)) end_lost(s, joined);
     let_signals_end(set);
     nbi_server_stop(s->server, in_order ? STOP_WAIT_MS : AT_ONCE_WAIT_MS);
     if (in_order && joined) return NBI_EXIT_OK;
@@ -150,7 +176,20 @@ static int end(serving *s, const sigset_t *set, bool joined)
     nbi_server_flush_logs(s->server);
     nbi_bandwidth_watch_stop(&s->watch);
     if (!joined) pthread_detach(s->loader);
+    if (s->comm) nbi_comm_fail(s->comm, "was told to end at once");
     _exit(NBI_EXIT_OK);
+}
+
+/* The next signal; with several ranks 0 now and then. A rank that dies makes mpiexec send SIGTERM:
+ * the loss comes first. */
+static int next_signal(const serving *s, const sigset_t *set)
+{
+    const struct timespec tick = {.tv_nsec = LOST_TICK_NS};
+    int number = 0;
+    if (!s->comm) return sigwait(set, &number) == 0 ? number : 0;
+    number = sigtimedwait(set, NULL, &tick);
+    if (number == SIGTERM) nanosleep(&(struct timespec){.tv_nsec = 4 * LOST_TICK_NS}, NULL);
+    return number > 0 ? number : 0;
 }
 
 /* Waits for the end: a signal, or a model that cannot be loaded. Joins the loader when it is done.
@@ -159,8 +198,9 @@ static int wait_for_end(serving *s, const sigset_t *set)
 {
     bool joined = false;
     for (;;) {
-        int number = 0;
-        if (sigwait(set, &number) != 0) continue;
+        int number = next_signal(s, set);
+        if (is_lost(s) && !(number == SIGUSR1 && s->status != NB_OK)) end_lost(s, joined);
+        if (!number) continue;
         if (number == SIGUSR1) {
             if (!joined) pthread_join(s->loader, NULL);
             joined = true;
@@ -203,6 +243,7 @@ static int serve(serving *s)
     nbi_bandwidth_watch_stop(&s->watch);
     nbi_server_close(&s->server);
     nb_engine_close(&s->engine);
+    nbi_comm_close(&s->comm);
     return status;
 }
 
@@ -224,6 +265,12 @@ static int apply(serving *s, nbi_http_options *http, const nbi_opt_list *names, 
     return nbi_run_options_apply(&s->model, &command);
 }
 
+static int follow(serving *s)
+{
+    s->model.engine.check_kernels = !s->skip_check;
+    return nbi_ranks_follow(s->comm, &s->model.engine);
+}
+
 int nbi_cmd_serve(int argc, char **argv)
 {
     serving s = {.drain_seconds = DRAIN_SECONDS};
@@ -233,9 +280,11 @@ int nbi_cmd_serve(int argc, char **argv)
     nbi_server_options_default(&s.options);
     nbi_http_options_init(&http, &s.options);
     nbi_run_options_init(&s.model, "info");
+    char **kept = nbi_ranks_keep(argc, argv);
     s.model.engine.timing_interval = TIMING_INTERVAL;
     const nbi_opt options[] = {
         NBI_RUN_OPTION_ROWS(&s.model),
+        NBI_RANKS_OPTION_ROWS(&s.ranks),
         NBI_HTTP_OPTION_ROWS(&http),
         {"served-model-name", NBI_OPT_LIST, &names, "NAME",
          "what clients call the model (default: its folder's name);\nmay be repeated", false},
@@ -278,11 +327,15 @@ int nbi_cmd_serve(int argc, char **argv)
     };
     nbi_buf flags = {0};
     int status = nbi_cli_parse(&command, options, argc, argv, &n_operands);
+    if (status < 0) status = nbi_ranks_enter(&s.comm, &s.ranks, &command, kept, false);
     if (status < 0) status = apply(&s, &http, &names, n_operands, argv);
+    nbi_ranks_apply(s.comm, &s.ranks, &s.model.engine);
+    if (status < 0 && nbi_ranks_follows(s.comm)) status = follow(&s);
     if (status < 0 && nbi_cli_options_json(options, &flags) == NB_OK) {
         s.options.flags_json = flags.data;
     }
     if (status < 0) status = serve(&s);
+    nbi_free(kept);
     nbi_buf_free(&flags);
     nbi_run_options_free(&s.model);
     nbi_opt_list_free(&names);

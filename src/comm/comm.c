@@ -84,6 +84,11 @@ void nbi_comm_on_lost(nbi_comm *comm, void (*call)(void *user, const nb_error *w
     if (comm->size > 1) comm->ops->on_lost(comm, call, user);
 }
 
+bool nbi_comm_speaks(const nbi_comm *comm)
+{
+    return comm->size == 1 || comm->ops->speaks(comm);
+}
+
 nb_status nbi_comm_agree(nbi_comm *comm, nb_status status, const nb_error *own, nb_error *err)
 {
     typedef struct vote {

@@ -51,8 +51,12 @@ NBI_MUST_CHECK nb_status nbi_comm_barrier(nbi_comm *comm, nb_error *err);
 void nbi_comm_fail(nbi_comm *comm, const char *why);
 /* NB_OK while all are well, else NB_CLOSED and what has happened. */
 nb_status nbi_comm_lost(nbi_comm *comm, nb_error *err);
-/* `call` is called once, by a thread of the comm, when the job has failed; at once when it has. */
+/* `call` is called once when the job has failed, by any thread; at once when it has already. NULL:
+ * none; when that returns, the one before is not called any more. */
 void nbi_comm_on_lost(nbi_comm *comm, void (*call)(void *user, const nb_error *why), void *user);
+
+/* Is it for this rank to tell people what has happened? One of those that are left. */
+bool nbi_comm_speaks(const nbi_comm *comm);
 
 /* Collective. NB_OK when every rank comes with NB_OK. Else all return the failure of the lowest one
  * that failed, "rank 2: sentence"; with one rank, its own. `own` may be `err`. */

@@ -57,7 +57,7 @@ static nb_status sleep_for(nbi_shared *c, uint32_t peer, uint32_t number, nb_err
         if (atomic_load(&a->left)) {
             char why[80];
             snprintf(why, sizeof why, "rank %u has ended while others go on", peer);
-            if (!has_come(a, number)) nbi_shared_lose(c, why);
+            if (!has_come(a, number)) nbi_shared_lose(c, peer, why);
         }
         st = is_lost(c, err);
         if (st == NB_OK)
@@ -116,7 +116,7 @@ static nb_status take(nbi_shared *c, uint32_t peer, const char **message, nb_err
              "ranks disagree: rank %u asks for %s of %llu bytes, rank %u for %s of %llu",
              c->base.rank, names[ours >> TAG_KIND_BIT], (unsigned long long)(ours & mask), peer,
              names[theirs >> TAG_KIND_BIT], (unsigned long long)(theirs & mask));
-    nbi_shared_lose(c, why);
+    nbi_shared_lose(c, peer, why);
     return nbi_fail(err, NB_INTERNAL, "%s", why);
 }
 
@@ -239,7 +239,7 @@ static void fail(nbi_comm *comm, const char *why)
     if (atomic_load(&c->lost) || atomic_load(&own->failed)) return;
     snprintf(own->why, sizeof own->why, "%s", why);
     atomic_store(&own->failed, true);
-    nbi_shared_lose(c, why);
+    nbi_shared_lose(c, comm->rank, why);
 }
 
 static nb_status lost(nbi_comm *comm, nb_error *err)
@@ -250,12 +250,18 @@ static nb_status lost(nbi_comm *comm, nb_error *err)
 static void on_lost(nbi_comm *comm, void (*call)(void *user, const nb_error *why), void *user)
 {
     nbi_shared *c = self(comm);
-    pthread_mutex_lock(&c->lock);
+    pthread_mutex_lock(&c->call_lock);
     c->on_lost = call;
     c->on_lost_user = user;
-    bool late = atomic_load(&c->lost);
-    pthread_mutex_unlock(&c->lock);
-    if (late && call) call(user, &c->why);
+    nbi_shared_call(c);
+    pthread_mutex_unlock(&c->call_lock);
+}
+
+/* Rank 0, unless it is the one that is lost. */
+static bool speaks(const nbi_comm *comm)
+{
+    const nbi_shared *c = (const nbi_shared *)(const void *)comm;
+    return comm->rank == (atomic_load(&c->areas[comm->rank]->lost_rank) == 0 ? 1 : 0);
 }
 
 static void close_shared(nbi_comm *comm)
@@ -267,6 +273,7 @@ static void close_shared(nbi_comm *comm)
     nbi_shared_wake(c->areas[comm->rank]);
     if (c->o.close) c->o.close(c->o.user, in_order);
     pthread_mutex_destroy(&c->lock);
+    pthread_mutex_destroy(&c->call_lock);
     pthread_cond_destroy(&c->wake);
     nbi_free(c->peers);
     nbi_free(c->areas);
@@ -281,7 +288,8 @@ static const nbi_comm_ops ops = {.name = "shared memory",
                                  .barrier = barrier,
                                  .fail = fail,
                                  .lost = lost,
-                                 .on_lost = on_lost};
+                                 .on_lost = on_lost,
+                                 .speaks = speaks};
 
 size_t nbi_shared_area_bytes(void)
 {
@@ -307,12 +315,14 @@ nb_status nbi_comm_open_shared(nbi_comm **out, const nbi_shared_options *o, nb_e
     c->o = *o;
     for (uint32_t r = 0; r < o->size; r++) c->areas[r] = o->areas[r];
     pthread_mutex_init(&c->lock, NULL);
+    pthread_mutex_init(&c->call_lock, NULL);
     pthread_condattr_t attr;
     pthread_condattr_init(&attr);
     pthread_condattr_setclock(&attr, CLOCK_MONOTONIC);
     pthread_cond_init(&c->wake, &attr);
     pthread_condattr_destroy(&attr);
     nbi_comm *comm = &c->base;
+    atomic_store(&c->areas[o->rank]->lost_rank, NBI_RANKS_MAX);
     nb_status st = nbi_shared_watch_start(c, err);
     if (st == NB_OK && o->size > 1) st = barrier(comm, err);
     if (st != NB_OK) {

@@ -18,10 +18,11 @@ typedef struct nbi_shared_area {
     atomic_uint sleepers;                            /* ranks that may sleep on `number` */
     uint64_t tags[2]; /* what each message is part of: kind and bytes */
     atomic_uint pulse __attribute__((aligned(64)));
-    atomic_bool there;  /* pid and the like are written */
-    atomic_bool left;   /* has parted in order */
-    atomic_bool failed; /* by itself: `why` is written */
-    atomic_bool heard;  /* of another's failure: likewise */
+    atomic_bool there;     /* pid and the like are written */
+    atomic_bool left;      /* has parted in order */
+    atomic_bool failed;    /* by itself: `why` is written */
+    atomic_bool heard;     /* of another's failure: likewise */
+    atomic_uint lost_rank; /* whom `why` is about */
     int32_t pid;
     uint64_t pid_space, started; /* to know the process again */
     char why[NB_ERROR_TEXT_MAX];
@@ -46,9 +47,11 @@ typedef struct nbi_shared {
 
     pthread_t thread;
     bool has_thread;
-    pthread_mutex_t lock; /* guards the rest */
+    pthread_mutex_t lock; /* guards stopping and the losing */
     pthread_cond_t wake;
     bool stopping;
+    pthread_mutex_t call_lock; /* guards the rest; taken before no other but inside on_lost */
+    bool called;
     void (*on_lost)(void *user, const nb_error *why);
     void *on_lost_user;
 } nbi_shared;
@@ -57,8 +60,10 @@ typedef struct nbi_shared {
 void nbi_shared_introduce(nbi_shared_area *own);
 nb_status nbi_shared_watch_start(nbi_shared *c, nb_error *err);
 void nbi_shared_watch_stop(nbi_shared *c);
-/* The job has failed: once. Wakes whoever waits in this process. */
-void nbi_shared_lose(nbi_shared *c, const char *why);
+/* The job has failed by that rank (NBI_RANKS_MAX: by none): once. Wakes whoever waits here. */
+void nbi_shared_lose(nbi_shared *c, uint32_t rank, const char *why);
+/* Calls on_lost when it is due. With call_lock. */
+void nbi_shared_call(nbi_shared *c);
 void nbi_shared_wake(nbi_shared_area *area);
 
 #ifdef __cplusplus

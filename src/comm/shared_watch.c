@@ -73,15 +73,21 @@ void nbi_shared_wake(nbi_shared_area *area)
     syscall(SYS_futex, (void *)(uintptr_t)&area->number, FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
 }
 
-void nbi_shared_lose(nbi_shared *c, const char *why)
+void nbi_shared_call(nbi_shared *c)
+{
+    if (!c->on_lost || c->called || !atomic_load_explicit(&c->lost, memory_order_acquire)) return;
+    c->called = true;
+    c->on_lost(c->on_lost_user, &c->why);
+}
+
+void nbi_shared_lose(nbi_shared *c, uint32_t rank, const char *why)
 {
     pthread_mutex_lock(&c->lock);
     bool first = !atomic_load(&c->lost);
-    void (*call)(void *user, const nb_error *why) = first ? c->on_lost : NULL;
-    void *user = c->on_lost_user;
     if (first) {
         nbi_shared_area *own = c->areas[c->base.rank];
         nbi_fail(&c->why, NB_CLOSED, "%s", why);
+        atomic_store(&own->lost_rank, rank);
         if (!atomic_load(&own->failed)) {
             memcpy(own->why, c->why.text, sizeof own->why);
             atomic_store(&own->heard, true);
@@ -91,7 +97,9 @@ void nbi_shared_lose(nbi_shared *c, const char *why)
     pthread_mutex_unlock(&c->lock);
     if (!first) return;
     for (uint32_t r = 0; r < c->base.size; r++) nbi_shared_wake(c->areas[r]);
-    if (call) call(user, &c->why);
+    pthread_mutex_lock(&c->call_lock);
+    nbi_shared_call(c);
+    pthread_mutex_unlock(&c->call_lock);
 }
 
 /* A stopped process would stay when all others are gone. */
@@ -102,7 +110,7 @@ static void lose_silent(nbi_shared *c, uint32_t rank, char state)
              state == 'T'   ? "is stopped"
              : state == 'D' ? "waits for a device and does not answer"
                             : "does not answer");
-    nbi_shared_lose(c, why);
+    nbi_shared_lose(c, rank, why);
     if (state != '?' && state != 'X') kill(c->areas[rank]->pid, SIGKILL);
 }
 
@@ -116,7 +124,7 @@ static void watch_one(nbi_shared *c, uint32_t rank, uint64_t turn_ns)
         char prefix[32] = "";
         if (atomic_load(&a->failed)) snprintf(prefix, sizeof prefix, "rank %u: ", rank);
         snprintf(why, sizeof why, "%s%s", prefix, a->why);
-        nbi_shared_lose(c, why);
+        nbi_shared_lose(c, atomic_load(&a->lost_rank), why);
         return;
     }
     char state = look_at(c, rank);
@@ -126,7 +134,7 @@ static void watch_one(nbi_shared *c, uint32_t rank, uint64_t turn_ns)
     if (state == 'X') {
         snprintf(why, sizeof why, "rank %u (process %d) is gone: killed, or ended without a word",
                  rank, (int)a->pid);
-        nbi_shared_lose(c, why);
+        nbi_shared_lose(c, rank, why);
         return;
     }
     uint32_t pulse = atomic_load(&a->pulse);
@@ -142,7 +150,8 @@ static void watch_one(nbi_shared *c, uint32_t rank, uint64_t turn_ns)
 /* mpiexec or Slurm has gone without ending us. */
 static void watch_parent(nbi_shared *c)
 {
-    if (getppid() != c->parent) nbi_shared_lose(c, "the process that started this rank is gone");
+    if (getppid() != c->parent)
+        nbi_shared_lose(c, NBI_RANKS_MAX, "the process that started this rank is gone");
 }
 
 static void *watch(void *arg)

@@ -20,6 +20,7 @@ typedef struct nbi_comm_ops {
     void (*fail)(nbi_comm *comm, const char *why);
     nb_status (*lost)(nbi_comm *comm, nb_error *err);
     void (*on_lost)(nbi_comm *comm, void (*call)(void *user, const nb_error *why), void *user);
+    bool (*speaks)(const nbi_comm *comm);
 } nbi_comm_ops;
 
 /* The first member of every transport's own struct. */

@@ -193,6 +193,9 @@ static void fork(nb_engine *e, nb_request *to, const nb_request *from)
     for (uint32_t i = from->n_shared; i < from->n_pages; i++) {
         int32_t page = nbi_kv_pages_take(e);
         if (page < 0) return; /* computed again from here on */
+        nb_error lost;        /* the next pass says so */
+        if (nbi_ranks_copy_page(e, from->pages[i], page, &lost) != NB_OK)
+            nbi_log(NB_LOG_DEBUG, "beam search: %s", lost.text);
         nbi_kv_copy_page(&e->kv, e->backend, nbi_model_local(e->model), from->pages[i], page);
         to->pages[to->n_pages++] = page;
         uint32_t end = to->n_pages * NBI_PAGE_TOKENS;

@@ -101,6 +101,7 @@ static nb_status run(nb_engine *e, bool from_draft, nb_error *err)
 {
     nbi_step_batch *b = &e->drafting;
     float *logits;
+    NB_TRY(nbi_ranks_order(e, from_draft ? NBI_ORDER_DRAFT_ON : NBI_ORDER_DRAFT, b, err));
     NB_TRY(nbi_model_draft(e->model, &e->kv, &b->view, from_draft, &logits, err));
     b->seq_logit[b->view.n_seqs] = b->view.n_logit_rows;
     nbi_engine_meanwhile(e);

@@ -178,9 +178,13 @@ static nb_status open_model(nb_engine *e, nb_error *err)
                             .progress = e->options.progress,
                             .progress_user = e->options.progress_user,
                             .verify_scales = true,
+                            .comm = e->options.ranks,
                             .plan = nbi_engine_check_weights,
                             .plan_user = e};
     mo.use_mtp = e->n_draft_steps > 0;
+    if (mo.comm)
+        NB_TRY(nbi_shard_make(&mo.shard, nbi_comm_rank(mo.comm), nbi_comm_size(mo.comm),
+                              e->options.ep_size, err));
     NB_TRY(nbi_model_open(&e->model, e->backend, &mo, err));
     if (e->n_draft_steps && !nbi_model_can_draft(e->model)) {
         nbi_log(NB_LOG_WARN, "%s has no MTP layer: speculative decoding is off",
@@ -257,6 +261,12 @@ static nb_status check_kernels(nb_engine *e, nbi_dtype kv_dtype, nb_error *err)
     return NB_OK;
 }
 
+/* Another rank is gone: what runs here ends, whatever it waits for. */
+static void hear_of_loss(void *user, const nb_error *why)
+{
+    nbi_engine_break(user, why);
+}
+
 static nb_status open_parts(nb_engine *e, const nb_engine_options *o, nb_error *err)
 {
     nbi_kv_asked asked = {0};
@@ -271,6 +281,8 @@ static nb_status open_parts(nb_engine *e, const nb_engine_options *o, nb_error *
     NB_TRY(nbi_profile_init(e, err));
     nbi_profile_measure(e);
     if (e->options.check_kernels) NB_TRY(check_kernels(e, kv_dtype, err));
+    if (e->options.ranks) NB_TRY(nbi_comm_agree(e->options.ranks, NB_OK, NULL, err));
+    if (nbi_ranks_lead(e)) nbi_comm_on_lost(e->options.ranks, hear_of_loss, e);
     nbi_engine_start_commit(e); /* beside the check it would take its processors */
     return NB_OK;
 }
@@ -290,6 +302,7 @@ nb_status nb_engine_open(nb_engine **out, const nb_engine_options *o, nb_error *
     nbi_meter_init(e);
     nb_status st = open_parts(e, o, err);
     if (st != NB_OK) {
+        if (o->ranks && err) nbi_comm_fail(o->ranks, err->text);
         nb_engine_close(&e);
         return st;
     }
@@ -346,6 +359,9 @@ void nb_engine_close(nb_engine **engine)
     stop_thread(e);
     nbi_engine_stop_commit(e);
     if (e->running) end_all(e, NB_FINISH_CANCELLED, NULL);
+    if (nbi_ranks_lead(e)) nbi_comm_on_lost(e->options.ranks, NULL, NULL);
+    nbi_ranks_end(e);
+    nbi_free(e->order);
     nbi_free(e->running);
     nbi_free(e->turns);
     nbi_free(e->checks);
@@ -378,6 +394,7 @@ void nbi_engine_break(nb_engine *e, const nb_error *why)
     pthread_cond_signal(&e->work);
     pthread_mutex_unlock(&e->lock);
     if (first) nbi_log(NB_LOG_ERROR, "%s", e->failure);
+    if (first && e->options.ranks) nbi_comm_fail(e->options.ranks, why->text);
 }
 
 static void fail_engine(nb_engine *e, const nb_error *why)

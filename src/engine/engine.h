@@ -11,6 +11,7 @@
 #include <stdatomic.h>
 
 #include "base/histogram.h"
+#include "comm/comm.h"
 #include "engine/kvpool.h"
 #include "engine/prefix.h"
 #include "model/model.h"
@@ -217,6 +218,8 @@ struct nb_engine {
     uint32_t n_draft_steps;   /* 0: no drafting */
     uint32_t max_context, chunk_size, max_running, n_valid_ids, max_token_bytes;
     uint64_t workspace_bytes, tree_bytes, batch_bytes, available_bytes;
+    char *order; /* [order_bytes] lockstep.c; NULL: one rank */
+    size_t order_bytes;
     const char *model_name;
     struct nbi_gate_result *checks; /* [n_checks] of the start */
     uint32_t n_checks;
@@ -286,6 +289,26 @@ void nbi_engine_sample(nb_engine *e, nbi_step_batch *b, float *logits);
 /* A pass has been launched: with overlap, does what the host has to do meanwhile. Requests that end
  * there are forgotten by the batches. */
 void nbi_engine_meanwhile(nb_engine *e);
+
+/* ---- lockstep.c: the step's */
+typedef enum nbi_order {
+    NBI_ORDER_END = 1,
+    NBI_ORDER_FORWARD,
+    NBI_ORDER_DRAFT,    /* behind a forward */
+    NBI_ORDER_DRAFT_ON, /* behind a draft */
+    NBI_ORDER_COPY_PAGE
+} nbi_order;
+/* Is this rank 0 of several? */
+bool nbi_ranks_lead(const nb_engine *e);
+size_t nbi_ranks_order_bytes(uint32_t rows, uint32_t seqs, uint32_t logits, uint32_t max_context);
+/* After nbi_step_batch_create(). */
+nb_status nbi_ranks_init(nb_engine *e, uint32_t rows, uint32_t logits, nb_error *err);
+/* Before the same is done here: a pass over the batch, a copy of a page, the end. Nothing with one
+ * rank. */
+NBI_MUST_CHECK nb_status nbi_ranks_order(nb_engine *e, nbi_order kind, nbi_step_batch *b,
+                                         nb_error *err);
+NBI_MUST_CHECK nb_status nbi_ranks_copy_page(nb_engine *e, int32_t from, int32_t to, nb_error *err);
+void nbi_ranks_end(nb_engine *e);
 
 /* ---- results.c: what a step's rows say. The step's */
 size_t nbi_owed_bytes(uint32_t max_running, uint32_t max_logit_rows);

@@ -48,20 +48,30 @@ static uint64_t memory_available(const nb_engine *e)
         e->options.memory_fraction > 0 ? e->options.memory_fraction : FRACTION_DEFAULT;
     if (e->options.memory_bytes) return e->options.memory_bytes;
     uint64_t device = e->backend->memory_bytes;
-    return (uint64_t)((double)(device ? device : nbi_memory_available()) * fraction);
+    uint32_t sharers = e->options.ranks ? nbi_comm_local_size(e->options.ranks) : 1;
+    return (uint64_t)((double)(device ? device : nbi_memory_available() / sharers) * fraction);
+}
+
+static nb_status check_weights(const nb_engine *e, uint64_t weight_bytes, nb_error *err)
+{
+    uint64_t available = memory_available(e);
+    if (!available || weight_bytes < available) return NB_OK;
+    return nbi_fail(err, NB_NO_MEMORY,
+                    "%s: the weights take %.2f GB, %.2f GB of memory are available "
+                    "(--mem-fraction-static says how much of what is free)",
+                    e->options.model_dir, gb(weight_bytes), gb(available));
 }
 
 nb_status nbi_engine_check_weights(void *user, const nbi_config *config, uint64_t weight_bytes,
                                    nb_error *err)
 {
     const nb_engine *e = user;
-    uint64_t available = memory_available(e);
+    nb_error own = {0};
     (void)config;
-    if (!available || weight_bytes < available) return NB_OK;
-    return nbi_fail(err, NB_NO_MEMORY,
-                    "%s: the weights take %.2f GB, %.2f GB of memory are available "
-                    "(--mem-fraction-static says how much of what is free)",
-                    e->options.model_dir, gb(weight_bytes), gb(available));
+    nb_status st = check_weights(e, weight_bytes, &own);
+    if (e->options.ranks) return nbi_comm_agree(e->options.ranks, st, &own, err);
+    if (st != NB_OK && err) *err = own;
+    return st;
 }
 
 /* ---------------------------------------------------------------- plan */
@@ -163,6 +173,7 @@ static nb_status plan_memory(nb_engine *e, memory_plan *p, nbi_dtype kv_dtype, n
     p->batches = nbi_step_batch_bytes(rows, e->max_running, logits, limit);
     if (e->n_draft_steps) p->batches *= 2;
     p->batches += nbi_owed_bytes(e->max_running, logits);
+    if (e->options.ranks) p->batches += nbi_ranks_order_bytes(rows, e->max_running, logits, limit);
     bool device = e->backend->memory_bytes > 0;
     p->requests = plan_requests(e, device ? nbi_memory_available() : p->available, limit);
     p->page = nbi_kv_page_bytes(nbi_model_local(e->model), kv_dtype);
@@ -221,10 +232,38 @@ void nbi_engine_stop_commit(nb_engine *e)
     e->has_commit_thread = false;
 }
 
+/* All ranks have as many pages as the one with the least room. */
+static nb_status agree_on_pages(nb_engine *e, memory_plan *p, nb_status st, nb_error *own,
+                                nb_error *err)
+{
+    typedef struct size {
+        uint32_t pages, context;
+    } size;
+    nb_ranks *ranks = e->options.ranks;
+    size mine, *all;
+    NB_TRY(nbi_comm_agree(ranks, st, own, err));
+    mine = (size){p->n_pages, e->max_context};
+    all = nbi_calloc(nbi_comm_size(ranks), sizeof *all);
+    if (!all) return nbi_fail(err, NB_NO_MEMORY, "engine: out of memory");
+    st = nbi_comm_gather(ranks, all, &mine, sizeof mine, err);
+    for (uint32_t r = 0; r < nbi_comm_size(ranks) && st == NB_OK; r++) {
+        p->n_pages = nbi_min_u32(p->n_pages, all[r].pages);
+        e->max_context = nbi_min_u32(e->max_context, all[r].context);
+    }
+    nbi_free(all);
+    return st;
+}
+
 nb_status nbi_engine_reserve(nb_engine *e, nbi_dtype kv_dtype, nb_error *err)
 {
     memory_plan p = {0};
-    NB_TRY(plan_memory(e, &p, kv_dtype, err));
+    if (e->options.ranks) {
+        nb_error own = {0};
+        nb_status st = plan_memory(e, &p, kv_dtype, &own);
+        NB_TRY(agree_on_pages(e, &p, st, &own, err));
+    } else {
+        NB_TRY(plan_memory(e, &p, kv_dtype, err));
+    }
     print_plan(e, &p);
     e->workspace_bytes = p.workspace;
     e->request_bytes_max = p.requests;
@@ -241,6 +280,7 @@ nb_status nbi_engine_reserve(nb_engine *e, nbi_dtype kv_dtype, nb_error *err)
         NB_TRY(
             nbi_step_batch_create(&e->drafting, rows, e->max_running, logits, e->max_context, err));
     NB_TRY(nbi_owed_create(e, logits, err));
+    NB_TRY(nbi_ranks_init(e, rows, logits, err));
     e->turns = nbi_calloc(NBI_CLIENTS, sizeof *e->turns);
     e->running = nbi_calloc(e->max_running, sizeof *e->running);
     if (!e->running || !e->turns) return nbi_fail(err, NB_NO_MEMORY, "engine: out of memory");

@@ -349,6 +349,7 @@ static nb_status run(nb_engine *e, nb_error *err)
 {
     nbi_step_batch *b = &e->batch;
     float *logits;
+    NB_TRY(nbi_ranks_order(e, NBI_ORDER_FORWARD, b, err));
     NB_TRY(nbi_model_forward(e->model, &e->kv, &b->view, &logits, err));
     nbi_engine_meanwhile(e);
     nbi_step_batch_constrain(b);

@@ -91,11 +91,15 @@ static nb_status open_all(bench *b, nb_error *err)
     NB_TRY(nbi_backend_open(&b->b, o->device ? o->device : "cpu", &o->backend, err));
     if (!b->b->ops->read_bandwidth)
         NB_TRY(nbi_bandwidth_open(&b->bandwidth, o->dir, o->backend.n_threads, 0, err));
-    const nbi_model_options mo = {.dir = o->dir,
-                                  .attention = &o->attention,
-                                  .moe_runner = o->moe_runner ? o->moe_runner : "auto",
-                                  .tune_file = o->tune_file,
-                                  .verify_scales = true};
+    nbi_model_options mo = {.dir = o->dir,
+                            .comm = o->ranks,
+                            .attention = &o->attention,
+                            .moe_runner = o->moe_runner ? o->moe_runner : "auto",
+                            .tune_file = o->tune_file,
+                            .verify_scales = true};
+    if (o->ranks)
+        NB_TRY(nbi_shard_make(&mo.shard, nbi_comm_rank(o->ranks), nbi_comm_size(o->ranks),
+                              o->ep_size, err));
     NB_TRY(nbi_model_open(&b->model, b->b, &mo, err));
     const nbi_kv_asked asked = {nbi_model_kv_algo(b->model), o->backend.cpu_level};
     NB_TRY(nbi_kv_dtype_choose(&b->kv_dtype, o->kv_dtype, &asked, b->b, err));

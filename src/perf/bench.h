@@ -25,6 +25,9 @@ typedef struct nbi_bench_options {
     uint32_t repeat;      /* >= 1 */
     uint64_t seed;  /* of the token ids: random and fresh each step, so that routing spreads */
     bool breakdown; /* a timed repeat behind every other one: where a step's time goes */
+    nbi_comm
+        *ranks; /* that run it together, each with the same options; NULL: this process alone */
+    uint32_t ep_size;
     const char
         *trace; /* file for the events of the last timed repeat; NULL: none. With breakdown */
 } nbi_bench_options;

@@ -1,0 +1,63 @@
+"""What the tests of ranks share."""
+
+import json
+import pathlib
+import time
+
+MPIEXEC = ["mpiexec", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-q", "--mca", "pml", "ob1", "--mca", "btl",
+           "self,tcp", "--mca", "btl_tcp_if_include", "lo", "--mca", "oob_tcp_if_include", "lo"]
+
+
+def environ(pid):
+    try:
+        text = pathlib.Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return {}
+    return dict(item.split(b"=", 1) for item in text.split(b"\0") if b"=" in item)
+
+
+def children(pid):
+    try:
+        return [int(p) for t in pathlib.Path(f"/proc/{pid}/task").iterdir() for p in (t / "children").read_text().split()]
+    except OSError:
+        return []
+
+
+def family(pid):
+    """pid and all below it."""
+    found = [pid]
+    for p in found:
+        found += children(p)
+    return found
+
+
+def ranks_of(launcher):
+    """{rank: pid} of the nibble processes below a launcher."""
+    found = {}
+    for pid in family(launcher):
+        rank = environ(pid).get(b"OMPI_COMM_WORLD_RANK")
+        if rank is not None:
+            found[int(rank)] = pid
+    return found
+
+
+def gone(pids, seconds=30):
+    """Waits until none of the processes is left; returns those that are."""
+    end = time.monotonic() + seconds
+    while True:
+        left = [p for p in pids if pathlib.Path(f"/proc/{p}").exists()]
+        if not left or time.monotonic() > end:
+            return left
+        time.sleep(0.02)
+
+
+def leftovers():
+    """What a job could leave behind in memory and on disk."""
+    names = {str(p) for folder in ("/dev/shm", "/tmp") for p in pathlib.Path(folder).glob("*")}
+    return {n for n in names if any(w in n for w in ("ompi", "osc_", "vader", "nibble-job"))}
+
+
+def completion(server, prompt, **options):
+    reply = server.post("/v1/completions", {"prompt": prompt, "temperature": 0, "max_tokens": 24, **options})
+    assert reply.status_code == 200, reply.text
+    return json.loads(reply.text)["choices"][0]

@@ -1,0 +1,145 @@
+"""A server of several ranks: the same answers as one rank, cancels, ends in order."""
+
+import os
+import random
+import re
+import signal
+import subprocess
+import threading
+
+import httpx
+import pytest
+from ranks_util import MPIEXEC, completion, family, gone, leftovers, ranks_of
+
+EXACT = ["--kv-cache-dtype", "f32", "--cpu-level", "avx2"]
+PROMPTS = ["What is 3+5?", "Once upon a time", "The list: 1, 2, 3,", "[gMASK]<sop><|user|>What is 12+30?<|assistant|>",
+           "Tell me about numbers. " * 30, "a"]
+
+
+@pytest.fixture(scope="module")
+def alone(serve):
+    """What one rank answers."""
+    server = serve(*EXACT)
+    answers = [completion(server, p, logprobs=1, max_tokens=12) for p in PROMPTS]
+    assert server.stop() == 0
+    return answers
+
+
+@pytest.mark.parametrize("options", [["2"], ["4"], ["4", "--ep-size", "2"], ["2", "--speculative-algorithm", "mtp"]],
+                         ids=["tp2", "tp4", "tp4ep2", "tp2mtp"])
+def test_same_answers(serve, alone, options):
+    before = leftovers()
+    server = serve(*EXACT, "--tp-size", *options)
+    n = int(options[0])
+    ranks = ranks_of(server.process.pid)
+    assert sorted(ranks) == list(range(n))
+    for prompt, want in zip(PROMPTS, alone):
+        have = completion(server, prompt, logprobs=1, max_tokens=12)
+        assert have["text"] == want["text"] and have["finish_reason"] == want["finish_reason"]
+        for a, b in zip(have["logprobs"]["token_logprobs"], want["logprobs"]["token_logprobs"]):
+            assert abs(a - b) <= 1e-4
+    processes = family(server.process.pid)
+    assert server.stop() == 0, server.log
+    assert not gone(processes) and leftovers() <= before
+    assert "rank 1" not in server.log, server.log # nothing to warn of, and one report
+
+
+def test_together_and_beams(serve):
+    """Batches of many requests, and a beam search, whose forks copy pages on every rank."""
+    server = serve(*EXACT, "--tp-size", "2")
+    alone = [completion(server, p)["text"] for p in PROMPTS]
+    together = [None] * len(PROMPTS)
+
+    def ask(i):
+        together[i] = completion(server, PROMPTS[i])["text"]
+
+    threads = [threading.Thread(target=ask, args=(i,)) for i in range(len(PROMPTS))]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert together == alone
+    body = {"prompt": PROMPTS[4], "n": 3, "use_beam_search": True, "max_tokens": 12, "temperature": 0}
+    beams = [c["text"] for c in server.post("/v1/completions", body).json()["choices"]]
+    one = serve(*EXACT)
+    assert beams == [c["text"] for c in one.post("/v1/completions", body).json()["choices"]]
+    assert server.stop() == 0 and one.stop() == 0
+
+
+def test_cancels(serve, request):
+    """Clients that leave at any moment: rank 0 alone takes note, and no rank waits for another for ever."""
+    n = 1000 if request.config.getoption("--long") else 60
+    server = serve("--tp-size", "2", "--max-running-requests", "8")
+    rng = random.Random(5)
+    plan = [(rng.random() * 0.05, rng.randrange(1, 400)) for _ in range(n)]
+
+    def leave_early(part):
+        for wait, words in part:
+            with httpx.Client() as client:
+                try:
+                    client.post(server.url + "/v1/completions", timeout=wait + 0.001,
+                                json={"prompt": "one two " * words, "max_tokens": 200, "ignore_eos": True})
+                except httpx.TimeoutException:
+                    pass
+
+    threads = [threading.Thread(target=leave_early, args=(plan[i::6],)) for i in range(6)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert completion(server, "What is 3+5?")["finish_reason"]
+    server.wait_idle(60)
+    assert server.stop() == 0, server.log
+
+
+def test_joins_mpiexec(serve):
+    """Started by mpiexec: the ranks that are there are joined, none are started."""
+    server = serve("--tp-size", "2", prefix=[*MPIEXEC, "-n", "2"])
+    assert len(ranks_of(server.process.pid)) == 2
+    assert completion(server, "What is 3+5?")["text"] is not None
+    ranks = ranks_of(server.process.pid)
+    os.kill(ranks[0], signal.SIGTERM)
+    assert server.stop(None) == 0, server.log
+
+
+@pytest.mark.parametrize("options,sentence", [
+    (["--tp-size", "4", "--ep-size", "3"], "--ep-size: ep_size is 3; expected a divisor of the 4 ranks"),
+    (["--tp-size", "1000"], "--tp-size is 1000; expected 1 to 256"),
+])
+def test_usage(nibble_bin, options, sentence):
+    done = subprocess.run([nibble_bin, "serve", *options], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and sentence in done.stderr, done
+
+
+@pytest.mark.parametrize("options,sentence", [
+    (["--max-total-tokens", "90000000000"], r"rank 0: .*--max-total-tokens"),
+    (["--model", "/nowhere"], r"/nowhere"),
+], ids=["memory", "model"])
+def test_refused(nibble_bin, model_dir, options, sentence):
+    """Every rank comes to the same refusal, and it is said once."""
+    if "--model" not in options:
+        options = [*options, "--model", str(model_dir)]
+    before = leftovers()
+    done = subprocess.run([nibble_bin, "serve", "--port", "0", "--tp-size", "2", *options], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    found = [line for line in done.stderr.splitlines() if re.search(sentence, line)]
+    assert len(found) == 1 and found[0].startswith("nibble serve: "), done.stderr
+    assert leftovers() <= before
+
+
+def test_wrong_number_of_ranks(nibble_bin, model_dir):
+    done = subprocess.run([*MPIEXEC, "-n", "2", nibble_bin, "serve", "--port", "0", "--model", model_dir, "--tp-size", "3"],
+                          capture_output=True, text=True, timeout=60)
+    assert done.returncode != 0 and "started as one of 2 ranks, but --tp-size is 3" in done.stderr, done
+
+
+def test_score_chat_bench(nibble_bin, model_dir, tmp_path):
+    """The other commands with ranks: one report, from rank 0."""
+    ids = tmp_path / "ids.json"
+    ids.write_text("[[1,5,9,20,33,60,100,200,300]]")
+    for command in (["score", "--token-ids", ids, "--json"], ["bench", "decode", "--tokens", "4", "--repeat", "1", "--json"]):
+        done = subprocess.run([nibble_bin, *command, "--model", model_dir, "--tp-size", "2"], capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0 and done.stdout.count("{") == 1, done
+    done = subprocess.run([nibble_bin, "chat", "--model", model_dir, "--tp-size", "2", "--temperature", "0", "--max-tokens", "8"],
+                          input="What is 3+5?\nhello\n", capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and len(done.stdout.splitlines()) >= 2, done
