@@ -46,12 +46,12 @@ static uint64_t scale_rows(const nbi_matrix *m)
                                            : 0;
 }
 
-static uint64_t data_stride(const nbi_matrix *m)
+uint64_t nbi_matrix_data_stride(const nbi_matrix *m)
 {
     return m->data_stride ? m->data_stride : nbi_matrix_row_bytes(m);
 }
 
-static uint64_t scale_stride(const nbi_matrix *m)
+uint64_t nbi_matrix_scale_stride(const nbi_matrix *m)
 {
     return m->scale_stride ? m->scale_stride : scale_row_bytes(m);
 }
@@ -63,8 +63,8 @@ uint64_t nbi_matrix_bytes(const nbi_matrix *m)
 
 static void row_nvfp4(const nbi_matrix *m, uint32_t r, float *out)
 {
-    const uint8_t *codes = (const uint8_t *)m->data + r * data_stride(m);
-    const uint8_t *scales = (const uint8_t *)m->scales + r * scale_stride(m);
+    const uint8_t *codes = (const uint8_t *)m->data + r * nbi_matrix_data_stride(m);
+    const uint8_t *scales = (const uint8_t *)m->scales + r * nbi_matrix_scale_stride(m);
     for (uint32_t b = 0; b < m->cols / NBI_NVFP4_BLOCK; b++) {
         float scale = nbi_e4m3_f32(scales[b]);
         for (uint32_t j = 0; j < NBI_NVFP4_BLOCK / 2; j++) {
@@ -77,8 +77,9 @@ static void row_nvfp4(const nbi_matrix *m, uint32_t r, float *out)
 
 static void row_fp8_block(const nbi_matrix *m, uint32_t r, float *out)
 {
-    const uint8_t *data = (const uint8_t *)m->data + r * data_stride(m);
-    const uint8_t *scales = (const uint8_t *)m->scales + r / NBI_FP8_BLOCK * scale_stride(m);
+    const uint8_t *data = (const uint8_t *)m->data + r * nbi_matrix_data_stride(m);
+    const uint8_t *scales =
+        (const uint8_t *)m->scales + r / NBI_FP8_BLOCK * nbi_matrix_scale_stride(m);
     float scale = 0;
     for (uint32_t c = 0; c < m->cols; c++) {
         if (c % NBI_FP8_BLOCK == 0)
@@ -89,7 +90,7 @@ static void row_fp8_block(const nbi_matrix *m, uint32_t r, float *out)
 
 void nbi_matrix_row(const nbi_matrix *m, uint32_t r, float *out)
 {
-    const uint8_t *row = (const uint8_t *)m->data + r * data_stride(m);
+    const uint8_t *row = (const uint8_t *)m->data + r * nbi_matrix_data_stride(m);
     uint16_t half;
     NB_ASSERT(r < m->rows);
     switch (m->kind) {
@@ -128,16 +129,16 @@ nb_status nbi_matrix_rows(nbi_matrix *out, const nbi_matrix *m, uint32_t begin, 
         return nbi_fail(err, NB_INVALID, "%s: rows [%u, %u) of %u", name, begin, end, m->rows);
     nbi_matrix v = *m;
     v.rows = end - begin;
-    v.data = (const uint8_t *)m->data + begin * data_stride(m);
+    v.data = (const uint8_t *)m->data + begin * nbi_matrix_data_stride(m);
     if (m->kind == NBI_WEIGHT_NVFP4)
-        v.scales = (const uint8_t *)m->scales + begin * scale_stride(m);
+        v.scales = (const uint8_t *)m->scales + begin * nbi_matrix_scale_stride(m);
     if (m->kind == NBI_WEIGHT_FP8_BLOCK) {
         if (begin % NBI_FP8_BLOCK && end > begin &&
             begin / NBI_FP8_BLOCK != (end - 1) / NBI_FP8_BLOCK)
             return nbi_fail(err, NB_UNSUPPORTED,
                             "%s: rows [%u, %u) cut a block of %u rows with one FP8 scale", name,
                             begin, end, NBI_FP8_BLOCK);
-        v.scales = (const uint8_t *)m->scales + begin / NBI_FP8_BLOCK * scale_stride(m);
+        v.scales = (const uint8_t *)m->scales + begin / NBI_FP8_BLOCK * nbi_matrix_scale_stride(m);
     }
     *out = v;
     return NB_OK;
@@ -159,8 +160,8 @@ nb_status nbi_matrix_columns(nbi_matrix *out, const nbi_matrix *m, uint32_t begi
     v.data = (const uint8_t *)m->data + nbi_matrix_row_bytes(&v);
     if (m->scales) v.scales = (const uint8_t *)m->scales + scale_row_bytes(&v);
     v.cols = end - begin;
-    v.data_stride = data_stride(m);
-    v.scale_stride = scale_stride(m);
+    v.data_stride = nbi_matrix_data_stride(m);
+    v.scale_stride = nbi_matrix_scale_stride(m);
     *out = v;
     return NB_OK;
 }
@@ -184,8 +185,9 @@ void nbi_matrix_pack(nbi_matrix *out, const nbi_matrix *m, void *block)
 {
     nbi_matrix p = *m;
     char *data = block, *scales = data + packed_data_bytes(m);
-    copy_rows(data, m->data, m->rows, nbi_matrix_row_bytes(m), data_stride(m));
-    if (m->scales) copy_rows(scales, m->scales, scale_rows(m), scale_row_bytes(m), scale_stride(m));
+    copy_rows(data, m->data, m->rows, nbi_matrix_row_bytes(m), nbi_matrix_data_stride(m));
+    if (m->scales)
+        copy_rows(scales, m->scales, scale_rows(m), scale_row_bytes(m), nbi_matrix_scale_stride(m));
     p.data = data;
     p.scales = m->scales ? scales : NULL;
     p.data_stride = p.scale_stride = 0;

@@ -51,7 +51,11 @@ uint64_t nbi_matrix_bytes(const nbi_matrix *m);
 /* Bytes of one row of `data`. */
 uint64_t nbi_matrix_row_bytes(const nbi_matrix *m);
 
-/* A view of columns: its rows do not lie side by side. Device kernels take packed matrices. */
+/* Bytes from row to row of data, and of scales (of block rows with FP8_BLOCK; 0: it has none). */
+uint64_t nbi_matrix_data_stride(const nbi_matrix *m);
+uint64_t nbi_matrix_scale_stride(const nbi_matrix *m);
+
+/* A view of columns: its rows do not lie side by side. Kernels take packed matrices. */
 static inline bool nbi_matrix_strided(const nbi_matrix *m)
 {
     return m->data_stride != 0;

@@ -119,6 +119,13 @@ static void test_views(void **state)
         check_all(b, &view, NULL);
         assert_int_equal(nbi_matrix_rows(&view, &w.m, 130, 211, NULL), NB_OK);
         check_all(b, &view, NULL);
+        /* columns of a rank, and of some rows of them */
+        assert_int_equal(nbi_matrix_columns(&view, &w.m, 128, 144, NULL), NB_OK);
+        check_all(b, &view, NULL);
+        assert_int_equal(nbi_matrix_columns(&view, &w.m, 0, 128, NULL), NB_OK);
+        check_all(b, &view, NULL);
+        assert_int_equal(nbi_matrix_rows(&view, &view, 128, 291, NULL), NB_OK);
+        check_all(b, &view, NULL);
         mat_free(&w);
     }
     gpu_close(b);

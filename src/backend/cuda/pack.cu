@@ -208,11 +208,11 @@ static __global__ void pack_kernel(const char *raw, const pack_piece *pieces, ui
 
 /* ---------------------------------------------------------------- host */
 
-/* Bytes for pinned memory: one thread copies them, others copy others. */
+/* Rows for pinned memory, side by side there: one thread copies them, others copy others. */
 struct copy {
     char *to;
-    const void *from;
-    size_t bytes; /* at most COPY_BYTES */
+    const char *from;
+    size_t n, bytes, stride; /* rows; together at most COPY_BYTES, or one row */
 };
 #define COPY_BYTES ((size_t)256 << 10)
 #define COPIES_MAX (4 * PIECES_MAX + (uint32_t)(NBI_CUDA_STAGE_BYTES / COPY_BYTES))
@@ -230,7 +230,10 @@ static void copy_task(void *arg, uint32_t begin, uint32_t end, uint32_t thread)
 {
     (void)thread;
     const copy *copies = static_cast<const copy *>(arg);
-    for (uint32_t i = begin; i < end; i++) memcpy(copies[i].to, copies[i].from, copies[i].bytes);
+    for (uint32_t i = begin; i < end; i++)
+        for (size_t r = 0; r < copies[i].n; r++)
+            memcpy(copies[i].to + r * copies[i].bytes, copies[i].from + r * copies[i].stride,
+                   copies[i].bytes);
 }
 
 static void flush(pack_batch *b)
@@ -259,17 +262,30 @@ static void begin(pack_batch *b, size_t bytes)
     b->used = head;
 }
 
-/* Gives `bytes` of src a place; they are there when flush() uploads them. */
-static uint64_t put(pack_batch *b, const void *src, size_t bytes)
+/* Gives n rows of `bytes`, `stride` apart from src on, a place; they are there when flush() uploads
+ * them. */
+static uint64_t put(pack_batch *b, const char *src, size_t n, size_t bytes, size_t stride)
 {
     const size_t at = b->used;
-    const char *from = static_cast<const char *>(src);
-    for (size_t i = 0; i < bytes; i += COPY_BYTES) {
-        NB_ASSERT(b->n_copies < COPIES_MAX);
-        b->copies[b->n_copies++] = {b->host + at + i, from + i,
-                                    bytes - i < COPY_BYTES ? bytes - i : COPY_BYTES};
+    if (bytes == stride) {
+        bytes *= n;
+        n = bytes / COPY_BYTES; /* pieces; what is left of them comes last */
+        const size_t left = bytes - n * COPY_BYTES;
+        for (size_t i = 0; i < n + (left > 0); i++) {
+            NB_ASSERT(b->n_copies < COPIES_MAX);
+            b->copies[b->n_copies++] = {b->host + at + i * COPY_BYTES, src + i * COPY_BYTES, 1,
+                                        i < n ? COPY_BYTES : left, 0};
+        }
+        b->used = (at + bytes + 15) / 16 * 16;
+        return at;
     }
-    b->used = (at + bytes + 15) / 16 * 16;
+    const size_t step = COPY_BYTES / bytes ? COPY_BYTES / bytes : 1;
+    for (size_t r = 0; r < n; r += step) {
+        NB_ASSERT(b->n_copies < COPIES_MAX);
+        b->copies[b->n_copies++] = {b->host + at + r * bytes, src + r * stride,
+                                    n - r < step ? n - r : step, bytes, stride};
+    }
+    b->used = (at + n * bytes + 15) / 16 * 16;
     return at;
 }
 
@@ -290,15 +306,16 @@ static void put_rows(pack_batch *b, pack_piece *p, uint32_t i, const nbi_matrix 
     const size_t row_bytes = nbi_matrix_row_bytes(m);
     const char *data = static_cast<const char *>(m->data);
     const char *scales = static_cast<const char *>(m->scales);
-    p->raw[i] = put(b, data + row * row_bytes, (end - row) * row_bytes);
+    const size_t stride = nbi_matrix_data_stride(m), scale_stride = nbi_matrix_scale_stride(m);
+    p->raw[i] = put(b, data + row * stride, end - row, row_bytes, stride);
     p->factor[i] = factor_of(m);
     if (m->kind == NBI_WEIGHT_NVFP4) {
         const size_t n = m->cols / NBI_NVFP4_BLOCK;
-        p->raw_scales[i] = put(b, scales + row * n, (end - row) * n);
+        p->raw_scales[i] = put(b, scales + row * scale_stride, end - row, n, scale_stride);
     } else if (m->kind == NBI_WEIGHT_FP8_BLOCK) {
         const size_t n = nbi_ceil_div(m->cols, NBI_FP8_BLOCK) * sizeof(float);
         const uint32_t first = row / NBI_FP8_BLOCK, last = (end - 1) / NBI_FP8_BLOCK;
-        p->raw_scales[i] = put(b, scales + first * n, (last - first + 1) * n);
+        p->raw_scales[i] = put(b, scales + first * scale_stride, last - first + 1, n, scale_stride);
     }
 }
 
@@ -363,6 +380,17 @@ static void pack_item(pack_batch *b, const nbi_cuda_pack_item *item)
     }
 }
 
+static void upload_f32(nbi_cuda *c, const nbi_cuda_pack_item *item)
+{
+    const nbi_matrix *m = item->m;
+    const bool strided = nbi_matrix_strided(m);
+    const size_t row = nbi_matrix_row_bytes(m), n = strided ? m->rows : 1,
+                 bytes = strided ? row : m->rows * row;
+    for (size_t r = 0; r < n; r++)
+        nbi_cuda_upload(c, static_cast<char *>(const_cast<void *>(item->to.data)) + r * row,
+                        static_cast<const char *>(m->data) + r * nbi_matrix_data_stride(m), bytes);
+}
+
 void nbi_cuda_pack(nbi_cuda *c, const nbi_cuda_pack_item *items, uint32_t n)
 {
     pack_batch b;
@@ -379,8 +407,7 @@ void nbi_cuda_pack(nbi_cuda *c, const nbi_cuda_pack_item *items, uint32_t n)
             continue;
         }
         flush(&b);
-        nbi_cuda_upload(c, const_cast<void *>(item->to.data), item->m->data,
-                        (size_t)item->m->rows * item->m->cols * sizeof(float));
+        upload_f32(c, item);
     }
     flush(&b);
 }
