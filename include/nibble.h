@@ -135,7 +135,9 @@ typedef struct nb_engine_options {
     const char
         *speculative_algorithm; /* "none" (default), "mtp": draft with the checkpoint's MTP layer */
     uint32_t speculative_num_steps; /* drafts per step at most, 1 to 8; 0: 3 */
-    bool disable_cuda_graph;        /* launch every operator of every step by itself */
+    uint32_t oea_k0; /* opportunistic expert activation: a token of an answer keeps its first oea_k0
+                        experts and takes more only of those that the step reads anyway; 0: off */
+    bool disable_cuda_graph; /* launch every operator of every step by itself */
     bool
         check_kernels; /* compare kernels with sums in double first; NB_NUMERIC when one is wrong */
     bool disable_prefix_cache; /* do not keep pages for requests that begin alike */
@@ -265,6 +267,9 @@ typedef struct nb_engine_stats {
      * known) that is their floor. */
     uint64_t decode_steps, decode_ns, decode_bytes;
     double read_bandwidth;
+    /* with oea_k0, summed over layers of steps in which it was at work: distinct experts that the
+     * router chose, and those that were read */
+    uint64_t oea_layers, oea_experts_before, oea_experts_after;
 } nb_engine_stats;
 
 void nb_engine_get_stats(nb_engine *engine, nb_engine_stats *stats);
@@ -434,6 +439,8 @@ typedef struct nb_sampling {
     uint32_t max_tokens; /* 0: up to the context limit */
     uint32_t min_tokens; /* EOS, stop ids and stop strings are not taken before this many */
     bool ignore_eos;
+    bool
+        disable_oea; /* its tokens have all their experts, whatever nb_engine_options.oea_k0 says */
     bool skip_special; /* special tokens give no text (default true) */
     bool include_stop; /* keep the stop string in the text */
     uint32_t n_stop_strings, n_stop_ids, n_stop_regex;

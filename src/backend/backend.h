@@ -62,6 +62,8 @@ typedef struct nbi_batch {
     const int32_t *logit_rows;  /* [R] rows whose logits are wanted */
     const int32_t *hidden_rows; /* [T] drafting: row of the pass before to continue; else NULL */
     const int32_t *list_rows;   /* [T] drafting: row of the first pass it goes back to; else NULL */
+    const int32_t *shares;      /* [T] 1: takes experts that others read (nbi_share_experts_args);
+                                   NULL: nobody does */
     const int32_t *expanded;    /* [S] rows at positions below attend in MLA's expanded form; NULL:
                                    none do. Host, and for backends with ops->mla_expanded only */
     int32_t *row_fault;         /* [T] out: numerics guard, zero when fine */
@@ -249,6 +251,24 @@ typedef struct nbi_route_args {
     float routed_scale;
 } nbi_route_args;
 
+/* Device memory, zeroed at the start. Sums over calls in which some row shares. */
+typedef struct nbi_share_state {
+    uint64_t calls, before, after; /* distinct experts that route chose; those in S */
+    uint32_t scratch[32];          /* the operator's */
+} nbi_share_state;
+
+/* Opportunistic expert activation (arXiv 2511.02237), behind `route` with the same arguments. A row
+ * that shares keeps its first k0 experts. S: those, and all top_k of the rows that do not share.
+ * From its k0-th choice downwards such a row then takes what is in S until it has top_k; places
+ * that stay free get id -1 and weight 0; weights are made of the new set as `route` makes them. A
+ * row's result depends on the others of the batch: the only operator of which that is meant. */
+typedef struct nbi_share_experts_args {
+    nbi_route_args route;  /* as it was called; ids and weights in place */
+    const int32_t *shares; /* [T] */
+    uint32_t k0;           /* 1 .. top_k */
+    nbi_share_state *state;
+} nbi_share_experts_args;
+
 /* What of a routing a rank computes: ids[i] - first, or -1 where that is not one of n_own experts.
  */
 typedef struct nbi_own_experts_args {
@@ -256,6 +276,12 @@ typedef struct nbi_own_experts_args {
     size_t n;
     uint32_t first, n_own;
 } nbi_own_experts_args;
+
+/* Zeros: what a rank adds that has no part of a layer. */
+typedef struct nbi_clear_args {
+    void *p;      /* 64-byte aligned */
+    size_t bytes; /* a multiple of 4 */
+} nbi_clear_args;
 
 /* out[i] = x[rows[i]]. */
 typedef struct nbi_gather_args {
@@ -413,9 +439,9 @@ typedef struct nbi_backend_ops {
     void (*index_select)(nbi_backend *b, const nbi_index_select_args *a);
     void (*index_reuse)(nbi_backend *b, const nbi_index_reuse_args *a);
     void (*route)(nbi_backend *b, const nbi_route_args *a);
-    /* Both NULL where models of many ranks do not run; the second makes [p, p + bytes) zero. */
+    void (*share_experts)(nbi_backend *b, const nbi_share_experts_args *a);
     void (*own_experts)(nbi_backend *b, const nbi_own_experts_args *a);
-    void (*clear)(nbi_backend *b, void *p, size_t bytes);
+    void (*clear)(nbi_backend *b, const nbi_clear_args *a);
     void (*gather)(nbi_backend *b, const nbi_gather_args *a);
     void (*add)(nbi_backend *b, const nbi_add_args *a);
     void (*sample)(nbi_backend *b, const nbi_sample_args *a);

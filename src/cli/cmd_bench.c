@@ -43,6 +43,12 @@ static nb_status write_json(nbi_buf *out, const args *a, const nbi_bench_result 
         (unsigned long long)r->bytes_per_token, r->read_bandwidth, r->floor_ms, r->ms_per_token,
         r->ms_per_token_min, r->ms_per_token_max, r->tokens_per_s, r->share_of_floor, r->gmac_per_s,
         (unsigned long long)r->weight_bytes, r->n_threads, r->runner, r->device));
+    if (a->bench.oea_k0)
+        NB_TRY(nbi_buf_addf(out,
+                            ", \"oea_k0\": %u, \"full_ms_per_token\": %.6g, "
+                            "\"experts_before\": %.6g, \"experts_after\": %.6g",
+                            a->bench.oea_k0, r->full_ms_per_token, r->experts_before,
+                            r->experts_after));
     if (a->bench.breakdown) {
         NB_TRY(nbi_buf_addf(
             out, ", \"timed_ms_per_token\": %.6g, \"breakdown\": ", r->timed_ms_per_token));
@@ -78,6 +84,12 @@ static void print_text(const args *a, const nbi_bench_result *r)
     printf("floor             %.3f ms per token\n", r->floor_ms);
     printf("time              %.3f ms per token (%.3f to %.3f), %.1f tokens/s\n", r->ms_per_token,
            r->ms_per_token_min, r->ms_per_token_max, r->tokens_per_s);
+    if (a->bench.oea_k0)
+        printf(
+            "with all experts  %.3f ms per token, %.1f %% more; distinct experts of a layer %.1f "
+            "instead of %.1f\n",
+            r->full_ms_per_token, 100 * (r->full_ms_per_token / r->ms_per_token - 1),
+            r->experts_after, r->experts_before);
     printf("share of floor    %.1f %%\n", 100 * r->share_of_floor);
     printf("multiply-adds     %.1f GMAC/s", r->gmac_per_s);
     if (r->n_threads) printf(", %.1f per thread", r->gmac_per_s / r->n_threads);
@@ -202,6 +214,10 @@ int nbi_cmd_bench(int argc, char **argv)
         NBI_ATTENTION_OPTION_ROWS(b->attention.backend, b->attention.prefill, b->attention.decode,
                                   b->attention.sparse_prefill, b->attention.sparse_decode),
         NBI_MLA_OPTION_ROWS(b->attention.mla_prefill, b->attention.mla_block),
+        {"oea-k0", NBI_OPT_U32, &b->oea_k0, "K0",
+         "decode: a token keeps its first K0 experts and takes more only\nof those that the step "
+         "reads anyway; measured in turns with all\nof them (default 0: off)",
+         false},
         {"breakdown", NBI_OPT_FLAG, &b->breakdown, NULL,
          "where a step's time goes: a repeat with every operator timed\nbehind every other one",
          false},

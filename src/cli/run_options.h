@@ -164,6 +164,13 @@ typedef struct nbi_run_options {
          "N",                                                                                      \
          "drafts per step at most, 1 to 8 (default 3)",                                            \
          false},                                                                                   \
+        {"oea-k0",                                                                                 \
+         NBI_OPT_U32,                                                                              \
+         &(o)->engine.oea_k0,                                                                      \
+         "K0",                                                                                     \
+         "a token of an answer keeps its first K0 experts and takes\nmore only of those that the " \
+         "step reads anyway (default 0: off)",                                                     \
+         false},                                                                                   \
     {                                                                                              \
         "log-level", NBI_OPT_STRING, &(o)->log_level, "LEVEL", "error, warn, info, debug", false   \
     }

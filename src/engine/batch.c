@@ -15,6 +15,7 @@ static size_t carve(nbi_step_batch *b, char *base)
         {&b->pos, T * i32},
         {&b->row_seq, T * i32},
         {&b->row_fault, T * i32},
+        {&b->shares, T * i32},
         {&b->hidden_rows, T * i32},
         {&b->list_rows, T * i32},
         {&b->last_row, S * sizeof(uint32_t)},
@@ -74,6 +75,7 @@ void nbi_step_batch_clear(nbi_step_batch *b)
                           .ids = b->ids,
                           .pos = b->pos,
                           .row_seq = b->row_seq,
+                          .shares = b->shares,
                           .seq_first = b->seq_first,
                           .seq_len = b->seq_len,
                           .expanded = b->expanded,
@@ -135,6 +137,7 @@ static void add_logit_row(nbi_step_batch *b, nb_request *r, uint32_t row, uint32
 void nbi_step_batch_add(nbi_step_batch *b, nb_request *r, uint32_t rows)
 {
     uint32_t s = b->view.n_seqs++, first = b->view.n_rows;
+    const bool decodes = r->n_tokens - r->n_cached == 1;
     NB_ASSERT(s < b->max_seqs && first + rows <= b->max_rows &&
               r->n_cached + rows <= r->n_tokens + r->n_drafts);
     for (uint32_t i = 0; i < rows; i++) {
@@ -143,6 +146,7 @@ void nbi_step_batch_add(nbi_step_batch *b, nb_request *r, uint32_t rows)
         b->pos[row] = (int32_t)p;
         b->row_seq[row] = (int32_t)s;
         b->row_fault[row] = 0;
+        b->shares[row] = decodes && !r->sampling.disable_oea;
         add_logit_row(b, r, row, p);
     }
     for (uint32_t i = 0; i < r->n_pages; i++)

@@ -181,6 +181,7 @@ static nb_status open_model(nb_engine *e, nb_error *err)
                             .comm = e->options.ranks,
                             .plan = nbi_engine_check_weights,
                             .plan_user = e};
+    mo.oea_k0 = e->options.oea_k0;
     mo.use_mtp = e->n_draft_steps > 0;
     if (mo.comm)
         NB_TRY(nbi_shard_make(&mo.shard, nbi_comm_rank(mo.comm), nbi_comm_size(mo.comm),

@@ -180,11 +180,23 @@ static uint64_t decode_bytes(const nb_engine *e, const nbi_batch *b)
     return nbi_model_step_bytes(e->model, b->n_rows, b->n_seqs, held - b->n_rows, e->kv.dtype);
 }
 
+static void count_shared(nb_engine *e)
+{
+    nbi_oea_counts c;
+    nbi_model_oea_counts(e->model, &c);
+    pthread_mutex_lock(&e->lock);
+    e->stats.oea_layers = c.layers;
+    e->stats.oea_experts_before = c.before;
+    e->stats.oea_experts_after = c.after;
+    pthread_mutex_unlock(&e->lock);
+}
+
 void nbi_meter_step(nb_engine *e, uint64_t begin, const nbi_batch *batch)
 {
     const uint64_t ns = span(begin, nbi_now_ns());
     nbi_histogram_add(&e->histograms[NB_HIST_STEP], ns, 1);
     nbi_histogram_add(&e->histograms[NB_HIST_STEP_TOKENS], batch->n_rows, 1);
+    if (e->options.oea_k0) count_shared(e);
     if (!nbi_batch_decodes(batch)) return;
     const uint64_t bytes = decode_bytes(e, batch);
     pthread_mutex_lock(&e->lock);

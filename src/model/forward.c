@@ -75,6 +75,7 @@ static size_t carve(nbi_workspace *ws, const nbi_model *m, uint32_t T, uint32_t 
         {&ws->expert_weights, T * c->top_k * f32},
         {&ws->moe, moe_bytes(m, T)},
         {&ws->last, R * c->hidden * act},
+        {&ws->shared_experts, m->oea_k0 ? sizeof *ws->shared_experts : 0},
         {&ws->logits, (size_t)R * c->vocab * f32},
         {&ws->part, m->comm ? R * vocab * f32 : 0},
         {&ws->parts, m->comm ? m->split.shard.tp_size * NBI_LOGIT_ROWS * vocab * f32 : 0},
@@ -160,6 +161,7 @@ typedef struct step {
     bool has_delta;
     bool reuse;       /* index lists are those of the first draft pass, */
     bool from_listed; /* which has left them in ws->select */
+    bool shares;      /* some rows may share experts */
     nb_status status; /* of sums over ranks; behind a failure there are no more */
     nb_error *err;
 } step;
@@ -174,7 +176,8 @@ static void sum_ranks(step *s, void *x, size_t n)
 static void clear(step *s, void *x)
 {
     const size_t act = nbi_dtype_bits(s->b->act_dtype) / 8;
-    s->b->ops->clear(s->b, x, s->batch->n_rows * s->c->hidden * act);
+    s->b->ops->clear(s->b,
+                     &(nbi_clear_args){.p = x, .bytes = s->batch->n_rows * s->c->hidden * act});
 }
 
 static void linear_f(step *s, void *y, const void *x, const nbi_weight *w, const float *bias,
@@ -391,18 +394,24 @@ static void moe(step *s, const nbi_moe_weights *w)
     nbi_workspace *ws = s->ws;
     uint32_t T = s->batch->n_rows;
     linear_f(s, ws->router_logits, ws->xn, w->router, NULL, true);
-    s->b->ops->route(s->b, &(nbi_route_args){.ids = ws->expert_ids,
-                                             .weights = ws->expert_weights,
-                                             .logits = ws->router_logits,
-                                             .bias = w->router_bias,
-                                             .n_rows = T,
-                                             .n_experts = c->n_experts,
-                                             .top_k = c->top_k,
-                                             .n_group = c->n_group,
-                                             .topk_group = c->topk_group,
-                                             .softmax = c->scoring == NBI_SCORING_SOFTMAX,
-                                             .norm_topk = c->norm_topk,
-                                             .routed_scale = c->routed_scale});
+    const nbi_route_args route = {.ids = ws->expert_ids,
+                                  .weights = ws->expert_weights,
+                                  .logits = ws->router_logits,
+                                  .bias = w->router_bias,
+                                  .n_rows = T,
+                                  .n_experts = c->n_experts,
+                                  .top_k = c->top_k,
+                                  .n_group = c->n_group,
+                                  .topk_group = c->topk_group,
+                                  .softmax = c->scoring == NBI_SCORING_SOFTMAX,
+                                  .norm_topk = c->norm_topk,
+                                  .routed_scale = c->routed_scale};
+    s->b->ops->route(s->b, &route);
+    if (s->shares)
+        s->b->ops->share_experts(s->b, &(nbi_share_experts_args){.route = route,
+                                                                 .shares = s->batch->shares,
+                                                                 .k0 = s->m->oea_k0,
+                                                                 .state = ws->shared_experts});
     if (!w->prepared) {
         clear(s, ws->delta);
     } else {
@@ -544,7 +553,10 @@ nb_status nbi_model_forward(nbi_model *m, nbi_kv *kv, const nbi_batch *batch, fl
                             nb_error *err)
 {
     step s;
-    if (begin(&s, m, batch, PASS_FORWARD, err)) run_forward(&s, kv);
+    const bool run = begin(&s, m, batch, PASS_FORWARD, err);
+    NB_ASSERT(!m->oea_k0 || batch->shares);
+    s.shares = m->oea_k0 > 0;
+    if (run) run_forward(&s, kv);
     *logits = m->ws.logits;
     return end(&s);
 }
@@ -552,6 +564,13 @@ nb_status nbi_model_forward(nbi_model *m, nbi_kv *kv, const nbi_batch *batch, fl
 nb_status nbi_model_sync(nbi_model *m, nb_error *err)
 {
     return m->b->ops->sync(m->b, err);
+}
+
+void nbi_model_oea_counts(const nbi_model *m, nbi_oea_counts *out)
+{
+    nbi_share_state sums = {0};
+    if (m->ws.shared_experts) m->b->ops->download(m->b, &sums, m->ws.shared_experts, sizeof sums);
+    *out = (nbi_oea_counts){.layers = sums.calls, .before = sums.before, .after = sums.after};
 }
 
 void nbi_model_read_logits(const nbi_model *m, float *out, const float *logits, uint32_t n)

@@ -74,26 +74,27 @@ typedef struct nbi_mtp_weights {
 typedef struct nbi_workspace {
     void *block;
     size_t bytes;
-    void *x, *xn, *delta, *shared; /* [T, H] */
-    void *x_other;                 /* [few rows, H]: the residual, every second time */
-    void *q_a, *q;                 /* [T, q_lora], [T, heads * qk] */
-    void *kv;                      /* MLA [T, kv_lora + rope]; GQA: k [T, kv_heads * d] */
-    void *v;                       /* GQA [T, kv_heads * d] */
-    void *attn;                    /* [T, heads * v] */
-    void *index_q, *index_k;       /* [T, index_heads * index_dim], [T, index_dim] */
-    float *index_w;                /* [T, index_heads] */
-    int32_t *select;               /* [T, index_topk] */
-    int32_t *draft_select;         /* drafting with shared lists: [R, index_topk] */
-    void *gate, *up;               /* [T, widest dense or shared MLP] */
-    float *router_logits;          /* [T, E] */
-    int32_t *expert_ids;           /* [T, top_k] */
-    float *expert_weights;         /* [T, top_k] */
-    void *moe;                     /* the runners' */
-    void *last;                    /* [R, H] normed rows for the head */
-    float *logits;                 /* [R, V] */
-    float *part;                   /* ranks: [NBI_LOGIT_ROWS, vocab_max] logits of this one, */
-    float *parts;                  /* [ranks][NBI_LOGIT_ROWS, vocab_max] and of all */
-    float *cos, *sin;              /* [T, rope dim / 2] */
+    void *x, *xn, *delta, *shared;   /* [T, H] */
+    void *x_other;                   /* [few rows, H]: the residual, every second time */
+    void *q_a, *q;                   /* [T, q_lora], [T, heads * qk] */
+    void *kv;                        /* MLA [T, kv_lora + rope]; GQA: k [T, kv_heads * d] */
+    void *v;                         /* GQA [T, kv_heads * d] */
+    void *attn;                      /* [T, heads * v] */
+    void *index_q, *index_k;         /* [T, index_heads * index_dim], [T, index_dim] */
+    float *index_w;                  /* [T, index_heads] */
+    int32_t *select;                 /* [T, index_topk] */
+    int32_t *draft_select;           /* drafting with shared lists: [R, index_topk] */
+    void *gate, *up;                 /* [T, widest dense or shared MLP] */
+    float *router_logits;            /* [T, E] */
+    int32_t *expert_ids;             /* [T, top_k] */
+    float *expert_weights;           /* [T, top_k] */
+    void *moe;                       /* the runners' */
+    void *last;                      /* [R, H] normed rows for the head */
+    nbi_share_state *shared_experts; /* with oea_k0 */
+    float *logits;                   /* [R, V] */
+    float *part;                     /* ranks: [NBI_LOGIT_ROWS, vocab_max] logits of this one, */
+    float *parts;                    /* [ranks][NBI_LOGIT_ROWS, vocab_max] and of all */
+    float *cos, *sin;                /* [T, rope dim / 2] */
     void *hidden,
         *draft_hidden; /* drafting: [T, H] final states of the last forward and draft pass */
     void *pair;        /* drafting: [T, 2H] normed embedding, normed hidden state */
@@ -125,6 +126,7 @@ struct nbi_model {
     bool has_mtp;            /* the files hold the layer */
     bool can_draft;          /* and it was asked for: cache and workspace have room for it */
     bool draft_listed;       /* the last draft pass behind a forward has left lists in ws.select */
+    uint32_t oea_k0;         /* 0: off */
     nbi_layer *layers;       /* [n_layers + has_mtp] */
     nbi_mtp_weights mtp;
     nbi_weight *embed, *head; /* [rank's part of V, H]; the same object when tied */

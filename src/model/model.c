@@ -111,6 +111,22 @@ static nb_status split(nbi_model *m, const nbi_model_options *opt, nb_error *err
     return NB_OK;
 }
 
+static nb_status check_oea(nbi_model *m, const nbi_model_options *opt, nb_error *err)
+{
+    const nbi_config *c = &m->config;
+    const uint32_t k0 = opt->oea_k0;
+    if (!k0) return NB_OK;
+    if (!c->n_experts)
+        return nbi_fail(err, NB_INVALID,
+                        "--oea-k0 is %u; a %s model without experts has no use for it", k0,
+                        nbi_family_name(c->family));
+    if (k0 > c->top_k)
+        return nbi_fail(err, NB_INVALID, "--oea-k0 is %u; expected 1 to %u, the experts of a token",
+                        k0, c->top_k);
+    m->oea_k0 = k0;
+    return NB_OK;
+}
+
 static void make_local(nbi_model *m)
 {
     m->local = m->config;
@@ -127,6 +143,7 @@ static nb_status open_parts(nbi_model *m, const nbi_model_options *opt, nb_error
     NB_TRY(nbi_checkpoint_open(&m->ckpt, opt->dir, err));
     m->n_layers = m->config.n_layers;
     m->has_mtp = find_mtp(m);
+    NB_TRY(check_oea(m, opt, err));
     NB_TRY(split(m, opt, err));
     make_local(m);
     if (opt->plan)
@@ -248,7 +265,8 @@ static double weights_read(const nbi_model *m, uint32_t n_rows)
     double bytes = (double)m->non_expert_bytes;
     if (m->embed) bytes += (double)n_rows * (double)nbi_matrix_row_bytes(&m->embed->host);
     if (!c->n_experts) return bytes;
-    double distinct = c->n_experts * (1.0 - pow(1.0 - (double)c->top_k / c->n_experts, n_rows));
+    const uint32_t each = m->oea_k0 ? m->oea_k0 : c->top_k;
+    double distinct = c->n_experts * (1.0 - pow(1.0 - (double)each / c->n_experts, n_rows));
     return bytes + distinct * (double)m->expert_bytes_per_layer_sum;
 }
 

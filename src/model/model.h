@@ -27,6 +27,9 @@ typedef struct nbi_model_options {
     void *progress_user;
     bool verify_scales; /* read and check every scale (default true) */
     bool use_mtp;       /* make ready for nbi_model_draft() when the files hold an MTP layer */
+    /* Opportunistic expert activation (nbi_share_experts_args) with this k0; 0: off. Batches of
+     * nbi_model_forward() then have `shares`; draft passes choose as ever. */
+    uint32_t oea_k0;
     /* Ranks that run the model together (split.h): all call nbi_model_open() with the same files
      * and options, and then the same forward and draft passes with the same batches. NULL: this one
      * alone. The comm is borrowed and outlives the model; tp_rank and tp_size are the comm's. A
@@ -107,6 +110,12 @@ nb_status nbi_model_timing_create(nbi_timing **out, nbi_model *model, nb_error *
 void nbi_model_time_begin(nbi_model *model, nbi_timing *timing);
 void nbi_model_time_end(nbi_model *model, nbi_timing *timing, uint32_t n_rows, bool decode);
 void nbi_model_time_cancel(nbi_model *model, nbi_timing *timing);
+
+/* Sums over the layers of steps in which some row shared experts; after nbi_model_sync(). */
+typedef struct nbi_oea_counts {
+    uint64_t layers, before, after; /* distinct experts chosen by the router; that were read */
+} nbi_oea_counts;
+void nbi_model_oea_counts(const nbi_model *model, nbi_oea_counts *out);
 
 /* Copies the first n rows of what forward left in *logits: out[n, V] on the host. */
 void nbi_model_read_logits(const nbi_model *model, float *out, const float *logits, uint32_t n);

@@ -22,11 +22,13 @@ typedef struct bench {
     double device_rate;
     nbi_kv kv;
     uint32_t pages_per_seq, max_rows, n_expanded;
-    int32_t *ids, *pos, *row_seq, *seq_first, *seq_len, *expanded, *pages, *logit_rows, *fault;
+    int32_t *ids, *pos, *row_seq, *seq_first, *seq_len, *expanded, *pages, *logit_rows, *fault,
+        *shares;
     void *block;
-    double *ms, *rate, *timed_ms; /* [repeat] */
-    nbi_timing *timing;           /* NULL: no breakdown */
-    bool timed;                   /* steps are */
+    double *ms, *rate, *timed_ms, *full_ms; /* [repeat] */
+    nbi_timing *timing;                     /* NULL: no breakdown */
+    bool timed;                             /* steps are */
+    bool shares_experts;                    /* rows do */
     nbi_dtype kv_dtype;
     uint64_t random;
 } bench;
@@ -51,13 +53,15 @@ static nb_status check_options(const nbi_bench_options *o, nb_error *err)
             return nbi_fail(err, NB_INVALID, "%s: %llu; expected 1 to %llu", limits[i].name,
                             (unsigned long long)limits[i].value, (unsigned long long)limits[i].max);
     }
+    if (o->oea_k0 && o->prefill)
+        return nbi_fail(err, NB_INVALID, "--oea-k0: prompts have all their experts; use decode");
     return NB_OK;
 }
 
 /* Tokens that the longest sequence will hold. */
 static uint64_t longest(const nbi_bench_options *o)
 {
-    const uint64_t repeats = (uint64_t)o->repeat * (o->breakdown ? 2 : 1) + 1;
+    const uint64_t repeats = (uint64_t)o->repeat * (1 + o->breakdown + (o->oea_k0 > 0)) + 1;
     const uint64_t measured = o->prefill ? o->tokens : repeats * o->tokens;
     return o->context + measured;
 }
@@ -69,15 +73,11 @@ static size_t carve(bench *b, char *base)
     const struct {
         int32_t **at;
         size_t n;
-    } arrays[] = {{&b->ids, b->max_rows},
-                  {&b->pos, b->max_rows},
-                  {&b->row_seq, b->max_rows},
-                  {&b->fault, b->max_rows},
-                  {&b->seq_first, n + 1u},
-                  {&b->seq_len, n},
-                  {&b->expanded, n},
-                  {&b->logit_rows, n},
-                  {&b->pages, (size_t)n * b->pages_per_seq}};
+    } arrays[] = {{&b->ids, b->max_rows},     {&b->pos, b->max_rows},
+                  {&b->row_seq, b->max_rows}, {&b->fault, b->max_rows},
+                  {&b->shares, b->max_rows},  {&b->seq_first, n + 1u},
+                  {&b->seq_len, n},           {&b->expanded, n},
+                  {&b->logit_rows, n},        {&b->pages, (size_t)n * b->pages_per_seq}};
     for (size_t i = 0; i < sizeof arrays / sizeof *arrays; i++) {
         const size_t at = nbi_plan_add(&plan, arrays[i].n * sizeof(int32_t));
         if (base) *arrays[i].at = (int32_t *)(void *)(base + at);
@@ -96,6 +96,7 @@ static nb_status open_all(bench *b, nb_error *err)
                             .attention = &o->attention,
                             .moe_runner = o->moe_runner ? o->moe_runner : "auto",
                             .tune_file = o->tune_file,
+                            .oea_k0 = o->oea_k0,
                             .verify_scales = true};
     if (o->ranks)
         NB_TRY(nbi_shard_make(&mo.shard, nbi_comm_rank(o->ranks), nbi_comm_size(o->ranks),
@@ -116,11 +117,12 @@ static nb_status open_all(bench *b, nb_error *err)
     NB_TRY(nbi_kv_create(&b->kv, b->b, nbi_model_local(b->model), b->kv_dtype,
                          o->batch * b->pages_per_seq, err));
     b->block = nbi_calloc(1, carve(b, NULL));
-    b->ms = nbi_calloc(3 * (size_t)o->repeat, sizeof *b->ms);
+    b->ms = nbi_calloc(4 * (size_t)o->repeat, sizeof *b->ms);
     if (!b->block || !b->ms) return nbi_fail(err, NB_NO_MEMORY, "bench: out of memory");
     b->n_expanded = nbi_model_expanded(b->model, o->context + (o->prefill ? o->tokens : 0));
     b->rate = b->ms + o->repeat;
     b->timed_ms = b->rate + o->repeat;
+    b->full_ms = b->timed_ms + o->repeat;
     carve(b, b->block);
     for (uint32_t i = 0; i < o->batch * b->pages_per_seq; i++) b->pages[i] = (int32_t)i;
     if (!o->breakdown) return NB_OK;
@@ -176,6 +178,7 @@ static nb_status run_step(bench *b, uint32_t seq, uint32_t n_seqs, uint32_t pos,
             b->pos[at] = (int32_t)(pos + i);
             b->row_seq[at] = (int32_t)s;
             b->fault[at] = 0;
+            b->shares[at] = b->shares_experts;
         }
     }
     b->seq_first[n_seqs] = (int32_t)(n_seqs * rows);
@@ -187,6 +190,7 @@ static nb_status run_step(bench *b, uint32_t seq, uint32_t n_seqs, uint32_t pos,
                              .ids = b->ids,
                              .pos = b->pos,
                              .row_seq = b->row_seq,
+                             .shares = b->shares,
                              .seq_first = b->seq_first,
                              .seq_len = b->seq_len,
                              .expanded = b->expanded,
@@ -266,6 +270,7 @@ static double macs_per_token(const bench *b)
 
 static void conclude(bench *b, nbi_bench_result *out)
 {
+    *out = (nbi_bench_result){0};
     const uint32_t n = b->opt->repeat;
     out->bytes_per_token = bytes_per_token(b);
     out->read_bandwidth = median(b->rate, n);
@@ -278,12 +283,29 @@ static void conclude(bench *b, nbi_bench_result *out)
     out->gmac_per_s = 1e-6 * macs_per_token(b) / out->ms_per_token;
     out->weight_bytes = nbi_model_weight_bytes(b->model);
     out->n_threads = b->bandwidth ? nbi_bandwidth_threads(b->bandwidth) : 0;
+    if (b->opt->oea_k0) {
+        nbi_oea_counts c;
+        nbi_model_oea_counts(b->model, &c);
+        const double layers = c.layers ? (double)c.layers : 1;
+        out->full_ms_per_token = median(b->full_ms, n);
+        out->experts_before = (double)c.before / layers;
+        out->experts_after = (double)c.after / layers;
+    }
     if (b->timing) {
         out->timed_ms_per_token = median(b->timed_ms, n);
         nbi_breakdown_make(&out->breakdown, b->timing, !b->opt->prefill, out->read_bandwidth);
     }
     snprintf(out->runner, sizeof out->runner, "%s", nbi_model_runner(b->model));
     snprintf(out->device, sizeof out->device, "%s", b->b->description);
+}
+
+/* The same with all experts. */
+static nb_status run_full(bench *b, uint32_t *pos, double *ms_per_token, nb_error *err)
+{
+    b->shares_experts = false;
+    const nb_status st = run_repeat(b, pos, ms_per_token, err);
+    b->shares_experts = true;
+    return st;
 }
 
 /* The same with every operator timed; events are those of the last one. */
@@ -315,10 +337,12 @@ static nb_status measure(bench *b, nbi_bench_result *out, nb_error *err)
     double unused;
     if (!b->bandwidth) NB_TRY(measure_device(b, err));
     NB_TRY(fill(b, 0, o->context, err));
+    b->shares_experts = o->oea_k0 > 0;
     NB_TRY(run_repeat(b, &pos, &unused, err)); /* warm: pages, caches, clocks */
     for (uint32_t i = 0; i < o->repeat; i++) {
         b->rate[i] = b->bandwidth ? nbi_bandwidth_pass(b->bandwidth, PASS_BYTES) : b->device_rate;
         NB_TRY(run_repeat(b, &pos, &b->ms[i], err));
+        if (o->oea_k0) NB_TRY(run_full(b, &pos, &b->full_ms[i], err));
         if (b->timing) NB_TRY(run_timed(b, &pos, &b->timed_ms[i], err));
     }
     conclude(b, out);

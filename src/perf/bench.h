@@ -23,8 +23,9 @@ typedef struct nbi_bench_options {
     uint32_t tokens;      /* decode: steps of a repeat; prefill: tokens of a prompt */
     uint32_t chunk;       /* prefill and filling: rows of a step */
     uint32_t repeat;      /* >= 1 */
-    uint64_t seed;  /* of the token ids: random and fresh each step, so that routing spreads */
-    bool breakdown; /* a timed repeat behind every other one: where a step's time goes */
+    uint64_t seed;   /* of the token ids: random and fresh each step, so that routing spreads */
+    uint32_t oea_k0; /* decode: as nbi_model_options has it; 0: off */
+    bool breakdown;  /* a timed repeat behind every other one: where a step's time goes */
     nbi_comm
         *ranks; /* that run it together, each with the same options; NULL: this process alone */
     uint32_t ep_size;
@@ -45,6 +46,9 @@ typedef struct nbi_bench_result {
     uint64_t weight_bytes;
     uint32_t n_threads; /* 0: not a CPU */
     char runner[96], device[64];
+    /* with oea_k0: the same steps with all experts, in turns with the others; distinct experts of
+     * a layer and step without and with */
+    double full_ms_per_token, experts_before, experts_after;
     /* with breakdown */
     nbi_breakdown breakdown;
     double timed_ms_per_token; /* of the timed repeats: median, measured from outside */

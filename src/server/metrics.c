@@ -240,6 +240,17 @@ static nb_status write_floor(const page *p)
     return NB_OK;
 }
 
+static nb_status write_sharing(const page *p)
+{
+    const nb_engine_stats *s = &p->stats;
+    NB_TRY(counter(p, "oea_layers_total", "Layers of steps in which answers shared experts.",
+                   s->oea_layers));
+    NB_TRY(counter(p, "oea_experts_before_total", "Distinct experts that their routers chose.",
+                   s->oea_experts_before));
+    return counter(p, "oea_experts_after_total", "Distinct experts that they read.",
+                   s->oea_experts_after);
+}
+
 static nb_status write_histograms(const page *p)
 {
     static const struct {
@@ -314,6 +325,7 @@ static nb_status write_page(page *p)
     NB_TRY(write_requests(p));
     NB_TRY(write_drafts(p));
     NB_TRY(write_floor(p));
+    NB_TRY(write_sharing(p));
     return write_histograms(p);
 }
 

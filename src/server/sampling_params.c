@@ -126,6 +126,7 @@ static nb_status read_lengths(nbi_params *p, const json_t *body, const nbi_param
     NB_TRY(nbi_field_int(&newer, body, "", "max_completion_tokens", least, UINT32_MAX, e));
     NB_TRY(nbi_field_int(&min_tokens, body, "", names->min_tokens, 0, UINT32_MAX, e));
     NB_TRY(nbi_field_bool(&p->sampling.ignore_eos, body, "", "ignore_eos", e));
+    NB_TRY(nbi_field_bool(&p->sampling.disable_oea, body, "", "disable_oea", e));
     p->max_tokens_field = newer >= 0 ? "max_completion_tokens" : names->max_tokens;
     if (newer >= 0) max_tokens = newer;
     p->has_max_tokens = max_tokens >= 0;

@@ -66,13 +66,13 @@ typedef struct nbi_param_names {
 /* Reads and checks: model, max_tokens, max_completion_tokens, temperature, top_p, top_k, min_p,
  * frequency_penalty, presence_penalty, repetition_penalty, logit_bias, seed, n, best_of, stop,
  * stop_regex, stop_token_ids, allowed_token_ids, bad_words, thinking_token_budget,
- * include_stop_str_in_output, no_stop_trim, min_tokens, ignore_eos, skip_special_tokens, stream,
- * stream_options, stream_interval, prompt_logprobs, truncate_prompt_tokens,
- * truncation_side, priority,
- * use_beam_search, length_penalty, early_stopping (surfaces without beam search refuse
- * params.beams); checks the type of fields that have no effect (user, metadata, store,
- * service_tier, spaces_between_special_tokens, ...); refuses what would change the answer and is
- * not supported. `min_max_tokens` is the smallest max_tokens the surface takes. */
+ * include_stop_str_in_output, no_stop_trim, min_tokens, ignore_eos, disable_oea,
+ * skip_special_tokens, stream, stream_options, stream_interval, prompt_logprobs,
+ * truncate_prompt_tokens, truncation_side, priority, use_beam_search, length_penalty,
+ * early_stopping (surfaces without beam search refuse params.beams); checks the type of fields that
+ * have no effect (user, metadata, store, service_tier, spaces_between_special_tokens, ...); refuses
+ * what would change the answer and is not supported. `min_max_tokens` is the smallest max_tokens
+ * the surface takes. */
 nb_status nbi_params_read(nbi_params *out, const json_t *body, const nbi_api_facts *facts,
                           uint32_t min_max_tokens, nbi_api_error *e);
 

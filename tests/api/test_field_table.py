@@ -16,7 +16,7 @@ TAKEN = {
     "frequency_penalty": 0.5, "presence_penalty": 0.5, "repetition_penalty": 1.1, "logit_bias": {"5": 1}, "allowed_token_ids": [5, 6],
     "bad_words": ["x"], "thinking_token_budget": -1, "seed": 3, "n": 2, "best_of": {TEXT: 2, CHAT: 1}, "use_beam_search": True,
     "stop": "x", "stop_token_ids": [5], "stop_regex": "x",
-    "repetition_detection": {"max_pattern_size": 3, "min_count": 4}, "ignore_eos": True, "skip_special_tokens": False,
+    "repetition_detection": {"max_pattern_size": 3, "min_count": 4}, "ignore_eos": True, "disable_oea": True, "skip_special_tokens": False,
     "logprobs": {TEXT: 2, CHAT: True}, "top_logprobs": {TEXT: 2, CHAT: 0}, "logprob_token_ids": [5], "return_token_ids": True,
     "return_prompt_token_ids": True, "return_tokens_as_token_ids": True, "return_meta_info": True, "return_prompt_text": True,
     "input_ids": {TEXT: 5, CHAT: [5, 6]}, "truncation_side": "right", "prompt_logprobs": 1, "echo": True,
@@ -27,7 +27,7 @@ TAKEN = {
     "add_generation_prompt": False, "continue_final_message": False,
 }
 # Need a library, a template or a flag; other files test them.
-ELSEWHERE = {"json_schema", "regex", "ebnf", "structural_tag", "guided_*", "structured_outputs", "documents", "chat_template"}
+ELSEWHERE = {"json_schema", "regex", "ebnf", "guided_*", "structured_outputs", "documents", "chat_template"}
 WRONG = {"metadata": "x", "store": "x", "spaces_between_special_tokens": "x", "add_special_tokens": "x"}
 RIGHT = {"metadata": {"a": "b"}, "store": True, "spaces_between_special_tokens": True, "add_special_tokens": True}
 REFUSED = {"suffix": "x", "logits_processors": ["x"], "functions": [{"name": "f"}],

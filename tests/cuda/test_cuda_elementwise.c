@@ -109,6 +109,60 @@ static void test_embed(void **state)
     gpu_close(b);
 }
 
+/* ---------------------------------------------------------------- ranks */
+
+/* Ids of another rank give zeros and no fault; its experts become -1; zeros where they were asked.
+ */
+static void test_ranks(void **state)
+{
+    (void)state;
+    enum { V = 32, FIRST = 16, H = 80, T = 6, N = 700 };
+    static const int32_t ids[T] = {0, 15, 16, 47, 48, 100};
+    const uint32_t ones[T] = {1, 1, 1, 1, 1, 1};
+    nbi_backend *b = gpu_open(&limits);
+    nbi_weight *table = NULL;
+    mat w;
+    mat_make(&w, NBI_WEIGHT_BF16, V, H, true);
+    assert_int_equal(b->ops->weight_prepare(b, &table, &w.m, NULL), NB_OK);
+    op_batch batch;
+    op_batch_make(&batch, ones, ones, T);
+    memcpy(batch.ids, ids, sizeof ids);
+    gpu_buffer out = gpu_poisoned(b, T * H * sizeof(float));
+    const nbi_batch *device = gpu_step(b, &batch.b);
+    b->ops->embed(
+        b, &(nbi_embed_args){
+               .out = out.p, .table = table, .first = FIRST, .part_of = true, .batch = device});
+    gpu_step_end(b);
+    float *got = gpu_read(&out);
+    for (uint32_t t = 0; t < T; t++) {
+        const bool mine = ids[t] >= FIRST && ids[t] < FIRST + V;
+        for (uint32_t c = 0; c < H; c++)
+            assert_true((double)got[t * H + c] ==
+                        (mine ? mat_at(&w.m, (uint32_t)(ids[t] - FIRST), c) : 0));
+        assert_int_equal(batch.fault[t], 0);
+    }
+    free(got);
+    b->ops->clear(b, &(nbi_clear_args){.p = out.p, .bytes = 2 * H * sizeof(float)});
+    got = gpu_read(&out);
+    for (uint32_t i = 0; i < 2 * H; i++) assert_true(got[i] == 0);
+    assert_true((double)got[2 * H] == mat_at(&w.m, 0, 0));
+    free(got);
+    int32_t experts[N];
+    for (int32_t i = 0; i < N; i++) experts[i] = i % 13 - 1;
+    gpu_buffer e = gpu_bytes(b, experts, sizeof experts);
+    b->ops->own_experts(b, &(nbi_own_experts_args){.ids = e.p, .n = N, .first = 4, .n_own = 5});
+    int32_t *own = gpu_read(&e);
+    for (int32_t i = 0; i < N; i++)
+        assert_int_equal(own[i], experts[i] >= 4 && experts[i] < 9 ? experts[i] - 4 : -1);
+    free(own);
+    gpu_free(&e);
+    gpu_free(&out);
+    op_batch_free(&batch);
+    b->ops->weight_release(b, &table);
+    mat_free(&w);
+    gpu_close(b);
+}
+
 /* ---------------------------------------------------------------- rope */
 
 static void test_rope_table(void **state)
@@ -358,9 +412,10 @@ int main(int argc, char **argv)
 {
     op_begin(argc, argv);
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_embed),   cmocka_unit_test(test_rope_table),
-        cmocka_unit_test(test_rmsnorm), cmocka_unit_test(test_rmsnorm_guard),
-        cmocka_unit_test(test_swiglu),  cmocka_unit_test(test_gather_add),
+        cmocka_unit_test(test_embed),         cmocka_unit_test(test_ranks),
+        cmocka_unit_test(test_rope_table),    cmocka_unit_test(test_rmsnorm),
+        cmocka_unit_test(test_rmsnorm_guard), cmocka_unit_test(test_swiglu),
+        cmocka_unit_test(test_gather_add),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

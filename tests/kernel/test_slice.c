@@ -307,7 +307,7 @@ static void test_embedding(void **state)
         if (tokens[t] >= 16 && tokens[t] < 32) nbi_matrix_row(&w.m, (uint32_t)tokens[t], row);
         assert_memory_equal(out + (size_t)t * H, row, sizeof row);
     }
-    cpu->base.ops->clear(&cpu->base, out, H * sizeof *out);
+    cpu->base.ops->clear(&cpu->base, &(nbi_clear_args){.p = out, .bytes = H * sizeof *out});
     for (uint32_t i = 0; i < H; i++) assert_true(out[i] == 0);
     op_free(out);
     op_batch_free(&batch);

@@ -44,6 +44,21 @@ def test_same_answers(serve, alone, options):
     assert "rank 1" not in server.log, server.log # nothing to warn of, and one report
 
 
+def test_fewer_experts(serve):
+    """All ranks are told whose rows share experts: alone a token has two of its four, unless it is spared."""
+    answers = []
+    for ranks in (["1"], ["2", "--ep-size", "2"]):
+        server = serve(*EXACT, "--oea-k0", "2", "--tp-size", *ranks)
+        answers.append([completion(server, PROMPTS[1], logprobs=1, max_tokens=12, disable_oea=spared) for spared in (False, True)])
+        assert server.stop() == 0
+    for one, two in zip(*answers):
+        assert one["text"] == two["text"]
+        for a, b in zip(one["logprobs"]["token_logprobs"], two["logprobs"]["token_logprobs"]):
+            assert abs(a - b) <= 1e-4
+    fewer, all_four = (a["logprobs"]["token_logprobs"] for a in answers[0])
+    assert max(abs(a - b) for a, b in zip(fewer, all_four)) > 1e-3
+
+
 def test_together_and_beams(serve):
     """Batches of many requests, and a beam search, whose forks copy pages on every rank."""
     server = serve(*EXACT, "--tp-size", "2")

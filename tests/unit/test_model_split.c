@@ -38,6 +38,7 @@ typedef struct rank_run {
     uint32_t n_ids, vocab;
     float *logits; /* [n_ids, vocab] */
     uint64_t weight_bytes, planned, page_bytes;
+    bool drafts; /* instead: a forward pass, and what the MTP layer makes of it */
     nb_status status;
     nb_error err;
 } rank_run;
@@ -57,11 +58,46 @@ static nb_status plan(void *user, const nbi_config *c, uint64_t bytes, nb_error 
     return NB_OK;
 }
 
+/* The first CHUNK ids in one pass, then drafts behind all but the last of them; logits of those. */
+static nb_status run_draft(rank_run *r, nbi_model *m, nbi_kv *kv)
+{
+    int32_t pos[CHUNK], zeros[CHUNK] = {0}, rows[CHUNK], fault[CHUNK] = {0}, pages[3] = {0, 1, 2};
+    int32_t first[2] = {0, CHUNK}, length[1] = {CHUNK};
+    for (int32_t i = 0; i < CHUNK; i++) pos[i] = rows[i] = i;
+    nbi_batch batch = {.n_rows = CHUNK,
+                       .n_seqs = 1,
+                       .n_logit_rows = CHUNK,
+                       .page_stride = 3,
+                       .max_len = CHUNK,
+                       .ids = r->ids,
+                       .pos = pos,
+                       .row_seq = zeros,
+                       .seq_first = first,
+                       .seq_len = length,
+                       .page_table = pages,
+                       .logit_rows = rows,
+                       .hidden_rows = rows,
+                       .list_rows = rows,
+                       .row_fault = fault};
+    float *logits;
+    assert_true(nbi_model_can_draft(m) && r->n_ids >= CHUNK);
+    NB_TRY(nbi_model_forward(m, kv, &batch, &logits, &r->err));
+    NB_TRY(nbi_model_sync(m, &r->err));
+    batch.ids = r->ids + 1;
+    batch.n_rows = batch.n_logit_rows = r->n_ids = CHUNK - 1;
+    first[1] = length[0] = CHUNK - 1;
+    NB_TRY(nbi_model_draft(m, kv, &batch, false, &logits, &r->err));
+    NB_TRY(nbi_model_sync(m, &r->err));
+    nbi_model_read_logits(m, r->logits, logits, r->n_ids);
+    return NB_OK;
+}
+
 static nb_status run_model(rank_run *r, nbi_backend *b, nbi_model **m, nbi_kv *kv)
 {
     const nbi_model_options mo = {.dir = r->dir,
                                   .moe_runner = "auto",
                                   .verify_scales = true,
+                                  .use_mtp = r->drafts,
                                   .comm = r->comm,
                                   .shard = r->shard,
                                   .plan = plan,
@@ -73,6 +109,7 @@ static nb_status run_model(rank_run *r, nbi_backend *b, nbi_model **m, nbi_kv *k
     r->logits = calloc((size_t)r->n_ids * r->vocab, sizeof *r->logits);
     NB_TRY(nbi_model_reserve(*m, CHUNK, 1, CHUNK, IDS_MAX, &r->err));
     NB_TRY(nbi_kv_create(kv, b, nbi_model_local(*m), NBI_F32, 3, &r->err));
+    if (r->drafts) return run_draft(r, *m, kv);
     return nbi_score_run(*m, kv, r->ids, r->n_ids, CHUNK, keep, r, &r->err);
 }
 
@@ -93,18 +130,27 @@ static void *run_rank(void *arg)
 }
 
 /* All ranks of a job; dirs[rank], or dirs[0] for all with one. */
-static void run_job(rank_run *ranks, layout l, const char *const *dirs, uint32_t n_dirs,
-                    const int32_t *ids, uint32_t n_ids)
+static void run_job_as(rank_run *ranks, layout l, const char *const *dirs, uint32_t n_dirs,
+                       const int32_t *ids, uint32_t n_ids, bool drafts)
 {
     nbi_comm *comms[RANKS_MAX] = {0};
     if (l.tp > 1) thread_comm_open(comms, l.tp);
     for (uint32_t r = 0; r < l.tp; r++) {
-        ranks[r] =
-            (rank_run){.dir = dirs[r % n_dirs], .comm = comms[r], .ids = ids, .n_ids = n_ids};
+        ranks[r] = (rank_run){.dir = dirs[r % n_dirs],
+                              .comm = comms[r],
+                              .ids = ids,
+                              .n_ids = n_ids,
+                              .drafts = drafts};
         assert_int_equal(nbi_shard_make(&ranks[r].shard, r, l.tp, l.ep, NULL), NB_OK);
         assert_int_equal(pthread_create(&ranks[r].thread, NULL, run_rank, &ranks[r]), 0);
     }
     for (uint32_t r = 0; r < l.tp; r++) pthread_join(ranks[r].thread, NULL);
+}
+
+static void run_job(rank_run *ranks, layout l, const char *const *dirs, uint32_t n_dirs,
+                    const int32_t *ids, uint32_t n_ids)
+{
+    run_job_as(ranks, l, dirs, n_dirs, ids, n_ids, false);
 }
 
 static void free_job(rank_run *ranks, uint32_t n)
@@ -449,13 +495,37 @@ static void test_a_rank_fails(void **state)
     scratch_remove(broken);
 }
 
+/* The MTP layer is split like any other. */
+static void test_drafts(void **state)
+{
+    (void)state;
+    static const char *const cases[] = {"glm5-bf16", "glm52-nvfp4-routed", "glm5-nvfp4-mlp"};
+    static const layout layouts[] = {{2, 1}, {2, 2}, {4, 2}};
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        char dir[512];
+        const char *const at = dir;
+        snprintf(dir, sizeof dir, "%s/%s", GOLDEN, cases[i]);
+        int32_t ids[IDS_MAX];
+        const uint32_t n_ids = read_ids(dir, ids);
+        rank_run one[1], ranks[RANKS_MAX];
+        run_job_as(one, (layout){1, 1}, &at, 1, ids, n_ids, true);
+        if (one->status != NB_OK) fail_msg("%s: %s", dir, one->err.text);
+        for (size_t k = 0; k < sizeof layouts / sizeof *layouts; k++) {
+            run_job_as(ranks, layouts[k], &at, 1, ids, n_ids, true);
+            compare_job(ranks, layouts[k], one, dir);
+            free_job(ranks, layouts[k].tp);
+        }
+        free_job(one, 1);
+    }
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_parts),        cmocka_unit_test(test_columns),
-        cmocka_unit_test(test_reads),        cmocka_unit_test(test_plan),
-        cmocka_unit_test(test_a_rank_fails), cmocka_unit_test(test_families),
-        cmocka_unit_test(test_embedded),
+        cmocka_unit_test(test_parts),    cmocka_unit_test(test_columns),
+        cmocka_unit_test(test_reads),    cmocka_unit_test(test_drafts),
+        cmocka_unit_test(test_plan),     cmocka_unit_test(test_a_rank_fails),
+        cmocka_unit_test(test_families), cmocka_unit_test(test_embedded),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -187,6 +187,7 @@ const nbi_backend_ops nbi_cpu_ops = {
     .index_select = nbi_cpu_index_select,
     .index_reuse = nbi_cpu_index_reuse,
     .route = nbi_cpu_route,
+    .share_experts = nbi_cpu_share_experts,
     .own_experts = nbi_cpu_own_experts,
     .clear = nbi_cpu_clear,
     .gather = nbi_cpu_gather,

@@ -42,8 +42,9 @@ void nbi_cpu_embed(nbi_backend *b, const nbi_embed_args *a);
 void nbi_cpu_rope_table(nbi_backend *b, const nbi_rope_table_args *a);
 void nbi_cpu_rmsnorm(nbi_backend *b, const nbi_rmsnorm_args *a);
 void nbi_cpu_swiglu(nbi_backend *b, const nbi_swiglu_args *a);
+void nbi_cpu_share_experts(nbi_backend *b, const nbi_share_experts_args *a);
 void nbi_cpu_own_experts(nbi_backend *b, const nbi_own_experts_args *a);
-void nbi_cpu_clear(nbi_backend *b, void *p, size_t bytes);
+void nbi_cpu_clear(nbi_backend *b, const nbi_clear_args *a);
 void nbi_cpu_gather(nbi_backend *b, const nbi_gather_args *a);
 void nbi_cpu_add(nbi_backend *b, const nbi_add_args *a);
 

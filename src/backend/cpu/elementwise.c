@@ -144,10 +144,10 @@ void nbi_cpu_own_experts(nbi_backend *b, const nbi_own_experts_args *a)
     }
 }
 
-void nbi_cpu_clear(nbi_backend *b, void *p, size_t bytes)
+void nbi_cpu_clear(nbi_backend *b, const nbi_clear_args *a)
 {
     (void)b;
-    memset(p, 0, bytes);
+    memset(a->p, 0, a->bytes);
 }
 
 /* ---------------------------------------------------------------- gather, add */

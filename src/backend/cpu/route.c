@@ -67,29 +67,45 @@ static void mask_groups(const nbi_route_args *a, route_row *r)
         if (!keep[e / per]) r->choice[e] = -INFINITY;
 }
 
+/* The largest choice that is not taken, the lower id among equals; n_experts: there is none. */
+static uint32_t best_left(const nbi_route_args *a, const route_row *r, const bool *taken)
+{
+    uint32_t best = a->n_experts;
+    for (uint32_t e = 0; e < a->n_experts; e++)
+        if (!taken[e] && (best == a->n_experts || r->choice[e] > r->choice[best])) best = e;
+    return best;
+}
+
+/* Weights of the n experts that a row has, from their scores; none behind them. */
+static void weigh(const nbi_route_args *a, const route_row *r, const int32_t *ids, float *weights,
+                  uint32_t n)
+{
+    double sum = 0;
+    for (uint32_t k = 0; k < n; k++) sum += (double)r->score[ids[k]];
+    const double by = a->norm_topk ? (a->softmax ? sum : sum + 1e-20) : 1.0;
+    for (uint32_t k = 0; k < n; k++)
+        weights[k] = (float)((double)r->score[ids[k]] / by) * a->routed_scale;
+}
+
+static void choose_row(const nbi_route_args *a, uint32_t t, route_row *r)
+{
+    score_row(a, a->logits + (size_t)t * a->n_experts, r);
+    if (a->n_group > 1 && a->topk_group < a->n_group) mask_groups(a, r);
+}
+
 static void route_one(const nbi_route_args *a, uint32_t t)
 {
     route_row r;
-    score_row(a, a->logits + (size_t)t * a->n_experts, &r);
-    if (a->n_group > 1 && a->topk_group < a->n_group) mask_groups(a, &r);
-
+    choose_row(a, t, &r);
     int32_t *ids = a->ids + (size_t)t * a->top_k;
-    float *weights = a->weights + (size_t)t * a->top_k;
     bool taken[NBI_CPU_EXPERTS_MAX] = {false};
-    double sum = 0;
     for (uint32_t k = 0; k < a->top_k; k++) {
-        uint32_t best = a->n_experts;
-        for (uint32_t e = 0; e < a->n_experts; e++)
-            if (!taken[e] && (best == a->n_experts || r.choice[e] > r.choice[best])) best = e;
+        const uint32_t best = best_left(a, &r, taken);
         NB_ASSERT(best < a->n_experts);
         taken[best] = true;
         ids[k] = (int32_t)best;
-        weights[k] = r.score[best];
-        sum += (double)r.score[best];
     }
-    const double by = a->norm_topk ? (a->softmax ? sum : sum + 1e-20) : 1.0;
-    for (uint32_t k = 0; k < a->top_k; k++)
-        weights[k] = (float)((double)weights[k] / by) * a->routed_scale;
+    weigh(a, &r, ids, a->weights + (size_t)t * a->top_k, a->top_k);
 }
 
 static void route_task(void *arg, uint32_t begin, uint32_t end, uint32_t thread)
@@ -105,4 +121,68 @@ void nbi_cpu_route(nbi_backend *b, const nbi_route_args *a)
                                   a->topk_group <= a->n_group));
     nbi_route_args args = *a;
     nbi_pool_run(nbi_cpu_of(b)->pool, route_task, &args, a->n_rows, 8);
+}
+
+/* ---------------------------------------------------------------- opportunistic activation */
+
+typedef struct sharing {
+    const nbi_share_experts_args *a;
+    bool in_union[NBI_CPU_EXPERTS_MAX];
+} sharing;
+
+static void share_one(const sharing *s, uint32_t t)
+{
+    const nbi_route_args *a = &s->a->route;
+    route_row r;
+    choose_row(a, t, &r);
+    int32_t *ids = a->ids + (size_t)t * a->top_k;
+    float *weights = a->weights + (size_t)t * a->top_k;
+    bool taken[NBI_CPU_EXPERTS_MAX];
+    /* of groups that are not kept, nothing is a choice */
+    for (uint32_t e = 0; e < a->n_experts; e++)
+        taken[e] = !s->in_union[e] || !(r.choice[e] > -INFINITY);
+    for (uint32_t k = 0; k < s->a->k0; k++) taken[ids[k]] = true;
+    uint32_t n = s->a->k0;
+    for (; n < a->top_k; n++) {
+        const uint32_t best = best_left(a, &r, taken);
+        if (best == a->n_experts) break;
+        taken[best] = true;
+        ids[n] = (int32_t)best;
+    }
+    weigh(a, &r, ids, weights, n);
+    for (; n < a->top_k; n++) {
+        ids[n] = -1;
+        weights[n] = 0;
+    }
+}
+
+static void share_task(void *arg, uint32_t begin, uint32_t end, uint32_t thread)
+{
+    (void)thread;
+    const sharing *s = arg;
+    for (uint32_t t = begin; t < end; t++)
+        if (s->a->shares[t]) share_one(s, t);
+}
+
+void nbi_cpu_share_experts(nbi_backend *b, const nbi_share_experts_args *a)
+{
+    const nbi_route_args *r = &a->route;
+    bool chosen[NBI_CPU_EXPERTS_MAX] = {false}, any = false;
+    sharing s = {.a = a};
+    NB_ASSERT(r->n_experts <= NBI_CPU_EXPERTS_MAX && a->k0 && a->k0 <= r->top_k);
+    for (uint32_t t = 0; t < r->n_rows; t++) {
+        any = any || a->shares[t];
+        for (uint32_t k = 0; k < r->top_k; k++) {
+            const int32_t id = r->ids[(size_t)t * r->top_k + k];
+            chosen[id] = true;
+            if (!a->shares[t] || k < a->k0) s.in_union[id] = true;
+        }
+    }
+    if (!any) return;
+    a->state->calls++;
+    for (uint32_t e = 0; e < r->n_experts; e++) {
+        a->state->before += chosen[e];
+        a->state->after += s.in_union[e];
+    }
+    nbi_pool_run(nbi_cpu_of(b)->pool, share_task, &s, r->n_rows, 8);
 }

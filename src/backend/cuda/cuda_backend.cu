@@ -182,6 +182,7 @@ static size_t pack_batch(nbi_batch *out, const nbi_batch *in, char *base)
                  {&out->row_seq, T},
                  {&out->hidden_rows, T},
                  {&out->list_rows, T},
+                 {&out->shares, T},
                  {&out->logit_rows, R},
                  {&out->seq_first, S + 1},
                  {&out->seq_len, S},
@@ -269,6 +270,7 @@ static size_t place_batch(nbi_cuda *c, const nbi_batch *in)
     memcpy(const_cast<int32_t *>(host.row_seq), in->row_seq, T * i32);
     if (in->hidden_rows) memcpy(const_cast<int32_t *>(host.hidden_rows), in->hidden_rows, T * i32);
     if (in->list_rows) memcpy(const_cast<int32_t *>(host.list_rows), in->list_rows, T * i32);
+    if (in->shares) memcpy(const_cast<int32_t *>(host.shares), in->shares, T * i32);
     if (R) memcpy(const_cast<int32_t *>(host.logit_rows), in->logit_rows, R * i32);
     memcpy(const_cast<int32_t *>(host.seq_first), in->seq_first, (S + 1) * i32);
     memcpy(const_cast<int32_t *>(host.seq_len), in->seq_len, S * i32);
@@ -418,6 +420,9 @@ FLUSH(gqa_append)
 FLUSH(index_append)
 FLUSH(index_select)
 FLUSH(index_reuse)
+FLUSH(share_experts)
+FLUSH(own_experts)
+FLUSH(clear)
 FLUSH(gather)
 FLUSH(sample)
 #undef FLUSH
@@ -456,8 +461,9 @@ const nbi_backend_ops nbi_cuda_ops = {
     .index_select = flush_index_select,
     .index_reuse = flush_index_reuse,
     .route = nbi_cuda_route_now,
-    .own_experts = NULL, /* one rank */
-    .clear = NULL,
+    .share_experts = flush_share_experts,
+    .own_experts = flush_own_experts,
+    .clear = flush_clear,
     .gather = flush_gather,
     .add = nbi_cuda_add_now,
     .sample = flush_sample,

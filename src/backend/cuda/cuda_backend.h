@@ -148,6 +148,9 @@ void nbi_cuda_embed(nbi_backend *b, const nbi_embed_args *a);
 void nbi_cuda_rope_table(nbi_backend *b, const nbi_rope_table_args *a);
 void nbi_cuda_rmsnorm(nbi_backend *b, const nbi_rmsnorm_args *a);
 void nbi_cuda_swiglu(nbi_backend *b, const nbi_swiglu_args *a);
+void nbi_cuda_share_experts(nbi_backend *b, const nbi_share_experts_args *a);
+void nbi_cuda_own_experts(nbi_backend *b, const nbi_own_experts_args *a);
+void nbi_cuda_clear(nbi_backend *b, const nbi_clear_args *a);
 void nbi_cuda_gather(nbi_backend *b, const nbi_gather_args *a);
 void nbi_cuda_add(nbi_backend *b, const nbi_add_args *a);
 /* attention_mla.cu, attention_gqa.cu */

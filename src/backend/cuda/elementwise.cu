@@ -38,16 +38,18 @@ static NBI_DEV void store4(float *row, uint32_t i, uint32_t n, bool vec, const n
 
 /* ---------------------------------------------------------------- embed */
 
-/* An id behind the table, which no request has, is a fault as NaN is. */
-static __global__ void embed_kernel(float *out, const nbi_cuda_packed table, const int32_t *ids,
-                                    int32_t *row_fault, int32_t fault, bool vec)
+/* An id outside of the table, which no request has, is a fault as NaN is; with part_of it is
+ * another rank's. */
+static __global__ void embed_kernel(float *out, const nbi_cuda_packed table, uint32_t first_id,
+                                    bool part_of, const int32_t *ids, int32_t *row_fault,
+                                    int32_t fault, bool vec)
 {
     nbi_wait_before();
     nbi_let_next();
-    const uint32_t id = static_cast<uint32_t>(ids[blockIdx.x]);
+    const uint32_t id = static_cast<uint32_t>(ids[blockIdx.x]) - first_id;
     const uint32_t i = (blockIdx.y * THREADS + threadIdx.x) * VEC;
     nbi_f32x4 x = {};
-    bool bad = id >= table.rows;
+    bool bad = id >= table.rows && !part_of;
     for (uint32_t k = 0; k < VEC; k++) {
         if (i + k >= table.cols || id >= table.rows) continue;
         x.v[k] = nbi_tile_row_value(table, id, i + k);
@@ -68,8 +70,8 @@ void nbi_cuda_embed(nbi_backend *b, const nbi_embed_args *a)
     const nbi_cuda_packed *table = nbi_cuda_packed_of(a->table);
     if (!a->batch->n_rows || !table->cols) return;
     nbi_launch(&nbi_cuda_of(b)->rt, row_grid(a->batch->n_rows, table->cols), dim3(THREADS), 0,
-               embed_kernel, static_cast<float *>(a->out), *table, a->batch->ids,
-               a->batch->row_fault, static_cast<int32_t>(1 + NBI_WHERE_EMBED),
+               embed_kernel, static_cast<float *>(a->out), *table, a->first, a->part_of,
+               a->batch->ids, a->batch->row_fault, static_cast<int32_t>(1 + NBI_WHERE_EMBED),
                aligned16(a->out, table->cols));
 }
 
@@ -189,6 +191,42 @@ void nbi_cuda_swiglu(nbi_backend *b, const nbi_swiglu_args *a)
     nbi_launch(&nbi_cuda_of(b)->rt, row_grid(a->n_rows, a->width), dim3(THREADS), 0, swiglu_kernel,
                static_cast<float *>(a->out), static_cast<const float *>(a->gate),
                static_cast<const float *>(a->up), a->width, a->in_stride, a->out_stride, vec);
+}
+
+/* ---------------------------------------------------------------- ranks */
+
+static __global__ void own_experts_kernel(int32_t *ids, size_t n, uint32_t first, uint32_t n_own)
+{
+    nbi_wait_before();
+    nbi_let_next();
+    const size_t i = static_cast<size_t>(blockIdx.x) * THREADS + threadIdx.x;
+    if (i >= n) return;
+    const uint32_t at = static_cast<uint32_t>(ids[i]) - first;
+    ids[i] = ids[i] >= 0 && at < n_own ? static_cast<int32_t>(at) : -1;
+}
+
+void nbi_cuda_own_experts(nbi_backend *b, const nbi_own_experts_args *a)
+{
+    if (!a->n) return;
+    nbi_launch(&nbi_cuda_of(b)->rt, dim3(static_cast<uint32_t>((a->n + THREADS - 1) / THREADS)),
+               dim3(THREADS), 0, own_experts_kernel, a->ids, a->n, a->first, a->n_own);
+}
+
+static __global__ void clear_kernel(uint32_t *p, size_t n)
+{
+    nbi_wait_before();
+    nbi_let_next();
+    const size_t i = static_cast<size_t>(blockIdx.x) * THREADS + threadIdx.x;
+    if (i < n) p[i] = 0;
+}
+
+void nbi_cuda_clear(nbi_backend *b, const nbi_clear_args *a)
+{
+    const size_t n = a->bytes / sizeof(uint32_t);
+    NB_ASSERT(a->bytes % sizeof(uint32_t) == 0);
+    if (!n) return;
+    nbi_launch(&nbi_cuda_of(b)->rt, dim3(static_cast<uint32_t>((n + THREADS - 1) / THREADS)),
+               dim3(THREADS), 0, clear_kernel, static_cast<uint32_t *>(a->p), n);
 }
 
 /* ---------------------------------------------------------------- gather, add */

@@ -138,13 +138,12 @@ template <uint32_t HAS> NBI_DEV void nbi_route_bias(const nbi_route_args &a, flo
         bias[i] = a.bias && i * NBI_WARP + lane < a.n_experts ? a.bias[i * NBI_WARP + lane] : 0.0f;
 }
 
-/* One warp: row t, whose logits are in score. */
+/* One warp: the scores of a row and the order of its choices, from its logits in score. */
 template <uint32_t HAS>
-NBI_DEV void nbi_route_row(const nbi_route_args &a, uint32_t t, float score[HAS],
-                           const float bias[HAS], nbi_route_shared<HAS> *s)
+NBI_DEV void nbi_route_order(const nbi_route_args &a, float score[HAS], const float bias[HAS],
+                             uint32_t order[HAS], nbi_route_shared<HAS> *s)
 {
     const uint32_t lane = nbi_lane();
-    uint32_t order[HAS];
     nbi_route_score<HAS>(a, score);
 #pragma unroll
     for (uint32_t i = 0; i < HAS; i++) {
@@ -157,21 +156,36 @@ NBI_DEV void nbi_route_row(const nbi_route_args &a, uint32_t t, float score[HAS]
     }
     if (a.n_group > 1 && a.topk_group < a.n_group)
         nbi_route_mask_groups<HAS>(a, order, s->all, s->kept);
-
     __syncwarp();
+}
+
+/* Weight of a lane's choice; `sum` of all scores that the row has. */
+NBI_DEV float nbi_route_weight(const nbi_route_args &a, float score, double sum)
+{
+    const double by = a.norm_topk ? (a.softmax ? sum : sum + 1e-20) : 1.0;
+    return static_cast<float>(static_cast<double>(score) / by) * a.routed_scale;
+}
+
+/* One warp: row t, whose logits are in score. */
+template <uint32_t HAS>
+NBI_DEV void nbi_route_row(const nbi_route_args &a, uint32_t t, float score[HAS],
+                           const float bias[HAS], nbi_route_shared<HAS> *s)
+{
+    const uint32_t lane = nbi_lane();
+    uint32_t order[HAS];
+    nbi_route_order<HAS>(a, score, bias, order, s);
     /* lane k keeps the k-th choice; the sum is in the order of the choices */
     uint32_t id = 0;
-    float weight = 0;
+    float own_score = 0;
     double sum = 0;
     for (uint32_t k = 0; k < a.top_k; k++) {
         const uint32_t best = nbi_route_take_best<HAS>(order);
         const float own = s->scores[best];
         sum += static_cast<double>(own);
-        if (lane == k) id = best, weight = own;
+        if (lane == k) id = best, own_score = own;
     }
     if (lane >= a.top_k) return;
-    const double by = a.norm_topk ? (a.softmax ? sum : sum + 1e-20) : 1.0;
     const size_t out = static_cast<size_t>(t) * a.top_k + lane;
     a.ids[out] = static_cast<int32_t>(id);
-    a.weights[out] = static_cast<float>(static_cast<double>(weight) / by) * a.routed_scale;
+    a.weights[out] = nbi_route_weight(a, own_score, sum);
 }
