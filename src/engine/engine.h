@@ -108,6 +108,7 @@ struct nb_request {
     int32_t priority;          /* lower goes first */
     uint64_t client;           /* for turns within a priority */
     size_t bytes;              /* counted in the engine's request_bytes */
+    nbi_prefix_place peeked;   /* what the tree had for it while it waited */
     atomic_uint cached_tokens; /* of the prompt, found in the tree at first admission */
     int32_t drafts[NBI_DRAFTS_MAX]; /* [n_drafts] guesses at the tokens behind tokens[] */
     nb_finish finish;               /* of the event that ended it */
@@ -360,7 +361,7 @@ uint32_t nbi_kv_pages_free(const nb_engine *e);
  */
 int32_t nbi_kv_pages_take(nb_engine *e);
 /* Pages the tree could give this request. */
-uint32_t nbi_request_peek_prefix(const nb_engine *e, const nb_request *r);
+uint32_t nbi_request_peek_prefix(nb_engine *e, nb_request *r);
 /* Takes them. The request has no pages yet. */
 void nbi_request_match_prefix(nb_engine *e, nb_request *r);
 /* Makes the request's full pages known to the tree. */

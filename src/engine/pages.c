@@ -32,9 +32,10 @@ static uint32_t expanded_pages(const nb_request *r)
     return r->n_expanded / NBI_PAGE_TOKENS;
 }
 
-uint32_t nbi_request_peek_prefix(const nb_engine *e, const nb_request *r)
+uint32_t nbi_request_peek_prefix(nb_engine *e, nb_request *r)
 {
-    return nbi_prefix_peek(&e->prefix, r->tokens, shareable_pages(e, r), expanded_pages(r));
+    return nbi_prefix_peek(&e->prefix, &r->peeked, r->tokens, shareable_pages(e, r),
+                           expanded_pages(r));
 }
 
 void nbi_request_match_prefix(nb_engine *e, nb_request *r)

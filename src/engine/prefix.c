@@ -15,7 +15,7 @@ static uint64_t hash_node(int32_t parent, const int32_t *tokens, bool expanded)
 
 nb_status nbi_prefix_init(nbi_prefix *p, uint32_t n_pages, uint32_t hash_bits, nb_error *err)
 {
-    *p = (nbi_prefix){.n_pages = n_pages, .n_buckets = 1, .oldest = -1, .newest = -1};
+    *p = (nbi_prefix){.n_pages = n_pages, .n_buckets = 1, .oldest = -1, .newest = -1, .version = 1};
     while (p->n_buckets < n_pages) p->n_buckets *= 2;
     p->hash_mask = hash_bits >= 64 ? UINT64_MAX : ((uint64_t)1 << hash_bits) - 1;
     p->nodes = nbi_calloc(n_pages, sizeof *p->nodes);
@@ -84,33 +84,52 @@ static int32_t find(const nbi_prefix *p, int32_t parent, const int32_t *tokens, 
     return -1;
 }
 
-static uint32_t walk(const nbi_prefix *p, const int32_t *tokens, uint32_t max_pages,
-                     uint32_t n_expanded, int32_t *pages)
+/* The node of page i of a prompt behind `parent`, or -1. */
+static int32_t follow(nbi_prefix *p, int32_t parent, const int32_t *tokens, uint32_t i,
+                      uint32_t n_expanded)
 {
-    int32_t parent = NBI_PREFIX_ROOT;
-    for (uint32_t i = 0; i < max_pages; i++) {
-        const int32_t *page_tokens = tokens + (size_t)i * NBI_PAGE_TOKENS;
-        const bool form = i < n_expanded;
-        parent =
-            find(p, parent, page_tokens, form, hash_node(parent, page_tokens, form) & p->hash_mask);
-        if (parent < 0) return i;
-        if (pages) pages[i] = parent;
-    }
-    return max_pages;
+    const int32_t *page_tokens = tokens + (size_t)i * NBI_PAGE_TOKENS;
+    const bool form = i < n_expanded;
+    p->n_lookups++;
+    return find(p, parent, page_tokens, form, hash_node(parent, page_tokens, form) & p->hash_mask);
 }
 
-uint32_t nbi_prefix_peek(const nbi_prefix *p, const int32_t *tokens, uint32_t max_pages,
-                         uint32_t n_expanded)
+/* A node's parents stay as long as it does. */
+static bool is_there(const nbi_prefix *p, const nbi_prefix_place *place)
 {
-    return walk(p, tokens, max_pages, n_expanded, NULL);
+    if (place->n_pages == 0) return true;
+    return p->nodes[place->page].present && p->nodes[place->page].born == place->born;
+}
+
+uint32_t nbi_prefix_peek(nbi_prefix *p, nbi_prefix_place *place, const int32_t *tokens,
+                         uint32_t max_pages, uint32_t n_expanded)
+{
+    if (place->version == p->version && place->max_pages == max_pages) return place->n_pages;
+    if (!place->version || place->n_pages > max_pages || !is_there(p, place))
+        *place = (nbi_prefix_place){.page = NBI_PREFIX_ROOT};
+    place->version = p->version;
+    place->max_pages = max_pages;
+    while (place->n_pages < max_pages) {
+        int32_t next = follow(p, place->page, tokens, place->n_pages, n_expanded);
+        if (next < 0) break;
+        place->page = next;
+        place->born = p->nodes[next].born;
+        place->n_pages++;
+    }
+    return place->n_pages;
 }
 
 uint32_t nbi_prefix_match(nbi_prefix *p, const int32_t *tokens, uint32_t max_pages,
                           uint32_t n_expanded, int32_t *pages)
 {
-    uint32_t n = walk(p, tokens, max_pages, n_expanded, pages);
-    for (uint32_t i = 0; i < n; i++) nbi_prefix_retain(p, pages[i]);
-    return n;
+    int32_t parent = NBI_PREFIX_ROOT;
+    for (uint32_t i = 0; i < max_pages; i++) {
+        parent = follow(p, parent, tokens, i, n_expanded);
+        if (parent < 0) return i;
+        nbi_prefix_retain(p, parent);
+        pages[i] = parent;
+    }
+    return max_pages;
 }
 
 /* ---------------------------------------------------------------- change */
@@ -133,6 +152,7 @@ int32_t nbi_prefix_insert(nbi_prefix *p, int32_t parent, int32_t page, const int
                            .older = -1,
                            .newer = -1,
                            .refs = 1,
+                           .born = ++p->version,
                            .present = true,
                            .expanded = expanded};
     memcpy(n->tokens, tokens, sizeof n->tokens);
@@ -159,5 +179,6 @@ int32_t nbi_prefix_evict(nbi_prefix *p)
     *at = n->chain;
     if (n->parent >= 0) p->nodes[n->parent].children--;
     n->present = false;
+    p->version++;
     return page;
 }

@@ -24,6 +24,7 @@ typedef struct nbi_prefix_node {
     int32_t older, newer; /* unreferenced nodes, by last use; -1 at the ends */
     uint32_t refs;        /* requests that use it */
     uint32_t children;    /* nodes below it */
+    uint64_t born;        /* the tree's version that it came with: no two have the same */
     bool present;         /* the page is a node */
     bool expanded;        /* its rows were computed in MLA's expanded form */
     int32_t tokens[NBI_PAGE_TOKENS];
@@ -36,7 +37,16 @@ typedef struct nbi_prefix {
     uint64_t hash_mask;
     int32_t oldest, newest; /* ends of the unreferenced list */
     uint32_t n_cached;      /* its length */
+    uint64_t version;       /* 1, and one more whenever a node comes or goes */
+    uint64_t n_lookups;     /* pages that were looked for, ever: tests count them */
 } nbi_prefix;
+
+/* How far a prompt was followed the last time. Zeroed: it was not. */
+typedef struct nbi_prefix_place {
+    uint64_t version, born; /* of the tree then; of the last node on the way */
+    int32_t page;           /* that node; NBI_PREFIX_ROOT when n_pages is 0 */
+    uint32_t n_pages, max_pages;
+} nbi_prefix_place;
 
 /* hash_bits cuts the hash (1 to 64): tests make it collide. */
 nb_status nbi_prefix_init(nbi_prefix *p, uint32_t n_pages, uint32_t hash_bits, nb_error *err);
@@ -48,9 +58,11 @@ void nbi_prefix_deinit(nbi_prefix *p);
 uint32_t nbi_prefix_match(nbi_prefix *p, const int32_t *tokens, uint32_t max_pages,
                           uint32_t n_expanded, int32_t *pages);
 
-/* How many pages nbi_prefix_match() would find; takes nothing. */
-uint32_t nbi_prefix_peek(const nbi_prefix *p, const int32_t *tokens, uint32_t max_pages,
-                         uint32_t n_expanded);
+/* How many pages nbi_prefix_match() would find; takes nothing. *place belongs to these tokens and
+ * n_expanded: while the tree stays as it is nothing is looked up again, and while the last node is
+ * there only what may follow it. */
+uint32_t nbi_prefix_peek(nbi_prefix *p, nbi_prefix_place *place, const int32_t *tokens,
+                         uint32_t max_pages, uint32_t n_expanded);
 
 /* Makes `page` (full, private) a node behind `parent` with one reference and returns it. When the
  * same node exists already, that one gets the reference and is returned: the caller uses it and

@@ -92,7 +92,7 @@ static void reap_waiting(nb_engine *e, uint64_t now_ns)
 }
 
 /* Does its first chunk fit, leaving every running request one page to grow into? */
-static bool fits(const nb_engine *e, const nb_request *r)
+static bool fits(nb_engine *e, nb_request *r)
 {
     uint32_t shared = nbi_request_peek_prefix(e, r);
     uint32_t rows = nbi_min_u32(r->n_tokens - shared * NBI_PAGE_TOKENS, e->chunk_size);

@@ -26,7 +26,8 @@ static nb_status set(nbi_constraint *out, nbi_arena *arena, nbi_grammar_kind kin
     out->source = nbi_arena_strndup(arena, text, n);
     out->n_source = n;
     out->field = nbi_arena_strndup(arena, field, strlen(field));
-    return out->source && out->field ? NB_OK : no_memory(e);
+    if (!out->source || !out->field) return no_memory(e);
+    return nbi_json_style_apply(out, arena) == NB_OK ? NB_OK : no_memory(e);
 }
 
 static nb_status set_json(nbi_constraint *out, nbi_arena *arena, nbi_grammar_kind kind,
@@ -77,6 +78,14 @@ static nb_status add_object(nbi_constraint *out, nbi_arena *arena, const char *f
     return set(out, arena, NBI_GRAMMAR_JSON_OBJECT, field, "", 0, e);
 }
 
+/* As text or as JSON. */
+static nb_status add_tag(nbi_constraint *out, nbi_arena *arena, const char *field,
+                         const json_t *value, nbi_api_error *e)
+{
+    if (json_is_object(value)) return set_json(out, arena, NBI_GRAMMAR_TAG, field, value, e);
+    return add_text(out, arena, NBI_GRAMMAR_TAG, field, value, e);
+}
+
 static nb_status add_kind(nbi_constraint *out, nbi_arena *arena, nbi_grammar_kind kind,
                           const char *field, const json_t *value, nbi_api_error *e)
 {
@@ -84,6 +93,7 @@ static nb_status add_kind(nbi_constraint *out, nbi_arena *arena, nbi_grammar_kin
     case NBI_GRAMMAR_JSON_OBJECT: return add_object(out, arena, field, value, e);
     case NBI_GRAMMAR_JSON_SCHEMA: return add_schema(out, arena, field, value, true, e);
     case NBI_GRAMMAR_CHOICE: return add_choices(out, arena, field, value, e);
+    case NBI_GRAMMAR_TAG: return add_tag(out, arena, field, value, e);
     default: return add_text(out, arena, kind, field, value, e);
     }
 }
@@ -119,11 +129,13 @@ static nb_status add_format(nbi_constraint *out, nbi_arena *arena, const json_t 
     snprintf(at, sizeof at, "%.*s.type", NBI_PARAM_MAX - 16, place);
     if (strcmp(type, "json_object") == 0)
         return set(out, arena, NBI_GRAMMAR_JSON_OBJECT, place, "", 0, e);
+    if (strcmp(type, "structural_tag") == 0 && !flat)
+        return set_json(out, arena, NBI_GRAMMAR_TAG, place, format, e);
     if (strcmp(type, "json_schema") != 0)
         return nbi_api_field(e, at,
-                             "\"%.64s\" is not supported, expected \"text\", \"json_object\" or "
-                             "\"json_schema\"",
-                             type);
+                             "\"%.64s\" is not supported, expected \"text\", \"json_object\"%s "
+                             "or \"json_schema\"",
+                             type, flat ? "" : ", \"structural_tag\"");
     if (flat) return add_format_schema(out, arena, format, place, e);
     snprintf(prefix, sizeof prefix, "%.*s.", NBI_PARAM_MAX - 16, place);
     snprintf(at, sizeof at, "%.*s.json_schema", NBI_PARAM_MAX - 16, place);
@@ -161,55 +173,14 @@ static nb_status add_members(nbi_constraint *out, nbi_arena *arena, const json_t
     return NB_OK;
 }
 
-/* Wishes that the grammars here cannot fulfil. False asks for nothing. */
-static nb_status refuse(const json_t *obj, const char *prefix, const char *const *keys, size_t n,
-                        nbi_api_error *e)
-{
-    for (size_t i = 0; i < n; i++) {
-        char field[NBI_PARAM_MAX];
-        const json_t *value = nbi_field(obj, keys[i]);
-        if (!value || json_is_false(value)) continue;
-        snprintf(field, sizeof field, "%s%s", prefix, keys[i]);
-        return nbi_api_field(e, field, "not supported by this server");
-    }
-    return NB_OK;
-}
-
-/* No white space between the tokens of JSON; other constraints say themselves where it is. */
-static void set_tight(nbi_constraint *out)
-{
-    static const char any_object[] = "{\"type\":\"object\"}";
-    if (!out->field) return;
-    if (out->kind == NBI_GRAMMAR_JSON_OBJECT) {
-        out->source = any_object;
-        out->n_source = sizeof any_object - 1;
-    } else if (out->kind != NBI_GRAMMAR_JSON_SCHEMA) {
-        return;
-    }
-    out->kind = NBI_GRAMMAR_JSON_TIGHT;
-}
-
-static nb_status add_structured(nbi_constraint *out, nbi_arena *arena, const json_t *obj,
+static nb_status add_structured(nbi_constraint *out, nbi_arena *arena, const json_t *given,
                                 const char *prefix, nbi_api_error *e)
 {
-    static const named_kind kinds[] = {{"json", NBI_GRAMMAR_JSON_SCHEMA},
-                                       {"regex", NBI_GRAMMAR_REGEX},
-                                       {"choice", NBI_GRAMMAR_CHOICE},
-                                       {"grammar", NBI_GRAMMAR_EBNF},
-                                       {"json_object", NBI_GRAMMAR_JSON_OBJECT}};
-    static const char *const refused[] = {"structural_tag", "whitespace_pattern",
-                                          "disable_additional_properties"};
-    bool tight = false;
-    char inner[NBI_PARAM_MAX];
-    json_t *given = NULL;
-    NB_TRY(nbi_field_object(&given, obj, prefix, "structured_outputs", e));
-    if (!given) return NB_OK;
-    snprintf(inner, sizeof inner, "%.64sstructured_outputs.", prefix);
-    NB_TRY(refuse(given, inner, refused, sizeof refused / sizeof *refused, e));
-    NB_TRY(add_members(out, arena, given, inner, kinds, sizeof kinds / sizeof *kinds, e));
-    NB_TRY(nbi_field_bool(&tight, given, inner, "disable_any_whitespace", e));
-    if (tight) set_tight(out);
-    return NB_OK;
+    static const named_kind kinds[] = {
+        {"json", NBI_GRAMMAR_JSON_SCHEMA},        {"regex", NBI_GRAMMAR_REGEX},
+        {"choice", NBI_GRAMMAR_CHOICE},           {"grammar", NBI_GRAMMAR_EBNF},
+        {"json_object", NBI_GRAMMAR_JSON_OBJECT}, {"structural_tag", NBI_GRAMMAR_TAG}};
+    return add_members(out, arena, given, prefix, kinds, sizeof kinds / sizeof *kinds, e);
 }
 
 nb_status nbi_structured_read(nbi_constraint *out, nbi_arena *arena, const json_t *obj,
@@ -218,19 +189,21 @@ nb_status nbi_structured_read(nbi_constraint *out, nbi_arena *arena, const json_
     static const named_kind kinds[] = {{"json_schema", NBI_GRAMMAR_JSON_SCHEMA},
                                        {"regex", NBI_GRAMMAR_REGEX},
                                        {"ebnf", NBI_GRAMMAR_EBNF},
+                                       {"structural_tag", NBI_GRAMMAR_TAG},
                                        {"guided_json", NBI_GRAMMAR_JSON_SCHEMA},
                                        {"guided_regex", NBI_GRAMMAR_REGEX},
                                        {"guided_choice", NBI_GRAMMAR_CHOICE},
                                        {"guided_grammar", NBI_GRAMMAR_EBNF},
                                        {"guided_json_object", NBI_GRAMMAR_JSON_OBJECT}};
-    static const char *const refused[] = {"structural_tag", "guided_whitespace_pattern"};
-    char place[NBI_PARAM_MAX];
-    json_t *format = NULL;
+    char place[NBI_PARAM_MAX], inner[NBI_PARAM_MAX];
+    json_t *format = NULL, *given = NULL;
     *out = (nbi_constraint){0};
+    NB_TRY(nbi_field_object(&given, obj, prefix, "structured_outputs", e));
+    snprintf(inner, sizeof inner, "%.64sstructured_outputs.", prefix);
+    NB_TRY(nbi_json_style_read(&out->style, obj, prefix, given, inner, e));
     NB_TRY(nbi_field_object(&format, obj, prefix, "response_format", e));
     snprintf(place, sizeof place, "%.64sresponse_format", prefix);
     if (format) NB_TRY(add_format(out, arena, format, place, false, e));
-    NB_TRY(refuse(obj, prefix, refused, sizeof refused / sizeof *refused, e));
     NB_TRY(add_members(out, arena, obj, prefix, kinds, sizeof kinds / sizeof *kinds, e));
-    return add_structured(out, arena, obj, prefix, e);
+    return given ? add_structured(out, arena, given, inner, e) : NB_OK;
 }

@@ -26,6 +26,7 @@ struct nbi_grammar {
     const nbi_llg *llg;
     nbi_llg_matcher *matcher;
     nbi_grammar_options options;
+    nbi_grammar_own own;
     place now;
     place undo[NB_GRAMMAR_ROLLBACK_MAX]; /* ring: places before the last tokens */
     uint32_t n_accepted;
@@ -226,9 +227,25 @@ nb_status nbi_grammar_check_options(const nbi_grammar_compiler *c, const nbi_gra
     return NB_OK;
 }
 
+/* A token of the grammar's own means what the grammar says: it opens neither reasoning nor a call.
+ */
+static void give_up_own(nbi_grammar_options *o, const nbi_grammar_own *own)
+{
+    for (uint32_t i = 0; i < own->n; i++) {
+        if (o->may_think && own->ids[i] == o->think_begin) {
+            o->may_think = false;
+            o->after_think = -1;
+        }
+        if (!o->may_call || own->ids[i] != o->call_begin) continue;
+        o->may_call = false;
+        if (o->call_begin != o->after_think && o->n_banned < NBI_GRAMMAR_BANNED_MAX)
+            o->banned[o->n_banned++] = o->call_begin;
+    }
+}
+
 nb_status nbi_grammar_create(nbi_grammar **out, nbi_grammar_compiler *c,
                              const nbi_grammar_options *options, const nbi_llg_matcher *matcher,
-                             nb_error *err)
+                             const nbi_grammar_own *own, nb_error *err)
 {
     nbi_grammar *g = nbi_calloc(1, sizeof *g + nbi_grammar_words(c->n_tokens) * sizeof *g->mask);
     if (!g) return nbi_fail(err, NB_NO_MEMORY, "grammars: out of memory");
@@ -237,8 +254,11 @@ nb_status nbi_grammar_create(nbi_grammar **out, nbi_grammar_compiler *c,
     g->compiler = c;
     g->llg = c->llg;
     g->options = *options;
-    bool inside = options->after_think >= 0 && !options->may_think;
-    g->now = (place){.phase = inside ? PHASE_THINKING : PHASE_TEXT, .thought = !options->may_think};
+    g->own = *own;
+    give_up_own(&g->options, own);
+    bool inside = g->options.after_think >= 0 && !g->options.may_think;
+    g->now =
+        (place){.phase = inside ? PHASE_THINKING : PHASE_TEXT, .thought = !g->options.may_think};
     g->matcher = c->llg->clone_matcher(matcher);
     *out = g;
     return NB_OK;
@@ -315,6 +335,12 @@ static bool mask_text(nbi_grammar *g, uint32_t *bits, size_t n_words)
     if (c->llg->compute_mask(g->matcher, g->mask, n * sizeof *g->mask) != 0) return false;
     if (n > n_words) n = n_words;
     for (size_t i = 0; i < n; i++) any |= bits[i] = g->mask[i] & c->text_ids[i];
+    for (uint32_t i = 0; i < g->own.n; i++) {
+        uint32_t id = (uint32_t)g->own.ids[i];
+        if (id / 32 >= n || !has_bit(g->mask, id)) continue;
+        set_bit(bits, id);
+        any = 1;
+    }
     if (allow_others(g, bits, n_words)) any = 1;
     if (!c->llg->is_accepting(g->matcher)) return any != 0;
     allow_end(g, bits, n_words);

@@ -1,5 +1,5 @@
 /* Grammars over the tokens of an answer: JSON, JSON Schema, regular expressions, lists of choices,
- * EBNF, as the masks of nb_grammar. Callers: server.
+ * EBNF, structural tags, as the masks of nb_grammar. Callers: server.
  *
  * The work is done by llguidance (an optional package, see grammar_library.h); without it compiling
  * is NB_UNSUPPORTED with a sentence that says how to install it.
@@ -7,7 +7,9 @@
  * Rules:
  *  - An end token (EOS) is allowed exactly when the text so far is complete. When nothing can
  * follow it is all that is allowed.
- *  - Added tokens (<think>, <tool_call>, <|user|>, ...) are never allowed inside a grammar.
+ *  - Added tokens (<think>, <tool_call>, <|user|>, ...) are never allowed inside a grammar, but for
+ *    those that the fixed texts of a structural tag contain: such a token neither opens reasoning
+ *    nor a call, and reasoning cannot have it.
  *  - `while thinking` (nbi_grammar_options.after_think) everything is allowed but the end tokens
  * and the tokens of `banned`; the grammar begins behind the token that closes reasoning.
  *  - With may_think the first token may be the one that opens reasoning; with may_call the
@@ -49,14 +51,18 @@ extern "C" {
 #define NBI_GRAMMAR_COMPILES_MAX 4u  /* at once, as many threads; more wait */
 #define NBI_GRAMMAR_ORDERS_MAX   256 /* at once */
 #define NBI_GRAMMAR_BANNED_MAX   8u
+#define NBI_GRAMMAR_OWN_MAX      32u /* added tokens in a structural tag */
 
 typedef enum nbi_grammar_kind {
     NBI_GRAMMAR_JSON_OBJECT, /* any JSON object; no source */
     NBI_GRAMMAR_JSON_SCHEMA, /* source: the schema, a JSON object or boolean */
     NBI_GRAMMAR_JSON_TIGHT,  /* the same without white space between tokens of the language */
+    NBI_GRAMMAR_JSON_SPACED, /* source: {"chars", "most", "schema"}: at most so many of these
+                                characters between two tokens of the language */
     NBI_GRAMMAR_REGEX,       /* source: the expression */
     NBI_GRAMMAR_CHOICE,      /* source: JSON list of strings */
     NBI_GRAMMAR_EBNF, /* source: rules `name ::= ...` with `root`, or a Lark grammar with `start` */
+    NBI_GRAMMAR_TAG,  /* source: a structural tag (grammar_tag.h) */
     NBI_GRAMMAR_KIND_COUNT
 } nbi_grammar_kind;
 

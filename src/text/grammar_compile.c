@@ -53,6 +53,7 @@ struct nbi_grammar_work {
 /* What a work came to. */
 typedef struct outcome {
     nbi_llg_matcher *matcher;
+    nbi_grammar_own own;
     nb_error why; /* status NB_OK: matcher is there */
     bool keep;    /* says something about the source, and is not kept yet */
 } outcome;
@@ -84,7 +85,8 @@ static nbi_grammar_entry *find(nbi_grammar_compiler *c, nbi_grammar_kind kind, c
 static nbi_grammar_entry keep(nbi_grammar_compiler *c, const nbi_grammar_work *w,
                               const outcome *result)
 {
-    nbi_grammar_entry fresh = {.kind = w->kind, .n = w->n, .matcher = result->matcher};
+    nbi_grammar_entry fresh = {
+        .kind = w->kind, .n = w->n, .matcher = result->matcher, .own = result->own};
     if (!result->keep || w->late) return fresh;
     fresh.source = nbi_malloc(w->n + 1);
     if (!fresh.matcher) fresh.refusal = nbi_malloc(sizeof *fresh.refusal);
@@ -129,13 +131,15 @@ static void set_timed(nbi_grammar_compiler *c, nbi_grammar_work *w, bool timed)
 /* The first mask: builds what every request would build again, and finds grammars that nothing
  * matches. */
 static nb_status first_mask(bool *empty, const nbi_grammar_compiler *c, nbi_llg_matcher *matcher,
-                            nb_error *err)
+                            const nbi_grammar_own *own, nb_error *err)
 {
     size_t n = nbi_grammar_words(c->n_tokens);
     uint32_t any = 0, *mask = nbi_calloc(n, sizeof *mask);
     if (!mask) return nbi_fail(err, NB_NO_MEMORY, "grammars: out of memory");
     if (c->llg->compute_mask(matcher, mask, n * sizeof *mask) == 0) {
         for (size_t i = 0; i < n; i++) any |= mask[i] & c->text_ids[i];
+        for (uint32_t i = 0; i < own->n; i++)
+            any |= mask[own->ids[i] / 32] & 1u << own->ids[i] % 32;
         *empty = !any && !c->llg->is_accepting(matcher);
     }
     nbi_free(mask);
@@ -143,7 +147,8 @@ static nb_status first_mask(bool *empty, const nbi_grammar_compiler *c, nbi_llg_
 }
 
 static nb_status build(nbi_llg_matcher **out, const nbi_grammar_compiler *c,
-                       const nbi_grammar_work *w, const char *type, const char *text, nb_error *err)
+                       const nbi_grammar_work *w, const nbi_grammar_own *own, const char *type,
+                       const char *text, nb_error *err)
 {
     nbi_llg_init init = {.tokenizer = c->vocabulary,
                          .limits = {.initial_lexer_fuel = LEXER_FUEL,
@@ -156,7 +161,7 @@ static nb_status build(nbi_llg_matcher **out, const nbi_grammar_compiler *c,
     nb_status st = NB_OK;
     bool empty = false;
     nbi_llg_matcher *matcher = c->llg->new_matcher(&init, type, text);
-    if (!c->llg->is_error(matcher)) st = first_mask(&empty, c, matcher, err);
+    if (!c->llg->is_error(matcher)) st = first_mask(&empty, c, matcher, own, err);
     if (st == NB_OK && c->llg->is_error(matcher)) {
         const char *message = c->llg->error(matcher);
         st = nbi_grammar_refuse(w->kind, message ? message : "no reason given", err);
@@ -172,16 +177,20 @@ static nb_status build(nbi_llg_matcher **out, const nbi_grammar_compiler *c,
     return st;
 }
 
-static nb_status compile(nbi_llg_matcher **out, nbi_grammar_compiler *c, nbi_grammar_work *w,
-                         nb_error *err)
+static nb_status compile(nbi_llg_matcher **out, nbi_grammar_own *own, nbi_grammar_compiler *c,
+                         nbi_grammar_work *w, nb_error *err)
 {
+    nbi_grammar_tokens tokens = {
+        .tokenizer = c->tokenizer, .eos = c->eos, .n_eos = c->n_eos, .n_tokens = c->n_tokens};
     const char *type = NULL;
     nbi_buf text = {0};
     nb_error why = {.status = NB_OK};
     set_timed(c, w, true);
-    nb_status st = nbi_grammar_prepare(&text, &type, w->kind, w->source, w->n, &why);
+    nb_status st = nbi_grammar_prepare(&text, &type, w->kind, w->source, w->n, &tokens, &why);
+    own->n = tokens.n_own;
+    memcpy(own->ids, tokens.own, sizeof own->ids);
     if (st == NB_OK && !text.data) st = nbi_buf_add(&text, "", 0);
-    if (st == NB_OK) st = build(out, c, w, type, text.data, &why);
+    if (st == NB_OK) st = build(out, c, w, own, type, text.data, &why);
     set_timed(c, w, false);
     nbi_buf_free(&text);
     if (st == NB_OK) return NB_OK;
@@ -199,9 +208,10 @@ static outcome get(nbi_grammar_compiler *c, nbi_grammar_work *w)
     const nbi_grammar_entry *e = find(c, w->kind, w->source, w->n);
     if (e && e->refusal) r.why = *e->refusal;
     if (e && e->matcher) r.matcher = c->llg->clone_matcher(e->matcher);
+    if (e) r.own = e->own;
     pthread_mutex_unlock(&c->lock);
     if (e) return r;
-    st = compile(&r.matcher, c, w, &r.why);
+    st = compile(&r.matcher, &r.own, c, w, &r.why);
     r.keep = st == NB_OK || st == NB_INVALID || st == NB_UNSUPPORTED || st == NB_TOO_LARGE;
     return r;
 }
@@ -246,8 +256,8 @@ static void deliver(nbi_grammar_compiler *c, nbi_grammar_work *w, const outcome 
         pthread_mutex_unlock(&c->lock);
         o->err = result->why;
         for (uint32_t i = 0; i < o->n_grammars && o->err.status == NB_OK; i++)
-            o->err.status =
-                nbi_grammar_create(&o->grammars[i], c, &o->options, result->matcher, &o->err);
+            o->err.status = nbi_grammar_create(&o->grammars[i], c, &o->options, result->matcher,
+                                               &result->own, &o->err);
         pthread_mutex_lock(&c->lock);
         finish(c, o);
     }
@@ -546,7 +556,7 @@ nb_status nbi_grammar_recall(nbi_grammar **out, bool *known, nbi_grammar_compile
     const nbi_grammar_entry *e = find(c, kind, source, n);
     *known = e;
     if (e && e->refusal) st = nbi_fail(err, e->refusal->status, "%s", e->refusal->text);
-    if (e && !e->refusal) st = nbi_grammar_create(out, c, options, e->matcher, err);
+    if (e && !e->refusal) st = nbi_grammar_create(out, c, options, e->matcher, &e->own, err);
     pthread_mutex_unlock(&c->lock);
     return st;
 }

@@ -1,48 +1,29 @@
-/* EBNF as XGrammar and llama.cpp read it, to the Lark dialect of the grammar library. Caller:
- * grammar_source.c.
+/* EBNF as XGrammar and llama.cpp read it, as a tree of grammar_lark.h. Callers: grammar_source.c,
+ * grammar_tag.c.
  *
  *   rule ::= item* ( "|" item* )*          item ::= atom ( "*" | "+" | "?" | "{" n ( "," m? )? "}"
- * )* atom ::= "text" | [a-z^...] | . | name | ( ... )          # comment
- *
- * The library splits text into lexemes, longest first, which is not what these rules mean. So
- * whatever does not depend on recursion becomes a single lexeme: a rule that reaches no cycle is
- * a terminal, and inside the other rules the longest runs of such items are. Names are replaced by
- * numbers: Lark tells rules and terminals apart by their case. */
-#include "text/grammar_source.h"
-
+ * )* atom ::= "text" | [a-z^...] | . | name | ( ... )          # comment */
 #include <string.h>
 
 #include "base/utf8.h"
+#include "text/grammar_source.h"
 
-#define RULES_MAX   512u
 #define NESTING_MAX 64u /* groups in groups */
 #define STACKED_MAX 4u  /* operators behind one item */
-#define REPEAT_MAX  100000u
 
-typedef enum node_kind { NODE_TEXT, NODE_RULE, NODE_SEQUENCE, NODE_CHOICE, NODE_REPEAT } node_kind;
+typedef nbi_lark_node node;
 
-typedef struct node {
-    node_kind kind;
-    struct node *next;          /* among its parent's children */
-    struct node *first, **last; /* children */
-    const char *text;           /* NODE_TEXT: a regular expression */
-    uint32_t rule;
-    uint32_t min, max; /* NODE_REPEAT; max UINT32_MAX: none */
-} node;
-
-typedef struct rule {
-    const char *name; /* in the source */
+typedef struct name {
+    const char *at; /* in the source */
     size_t n;
-    node *body;   /* NULL: not defined yet */
-    bool regular; /* reaches no cycle */
-} rule;
+} name;
 
 typedef struct ebnf {
     const char *source, *at, *end;
-    nbi_arena arena;
-    rule *rules; /* [RULES_MAX] */
-    uint32_t n_rules, n_terminals;
-    nbi_buf scratch, terminals; /* one literal; lines for terminals made of parts of rules */
+    nbi_lark *lark;
+    uint32_t first;  /* of the rules that are this source's */
+    name *names;     /* [NBI_LARK_RULES_MAX], by rule */
+    nbi_buf scratch; /* one literal or class */
     nb_error *err;
 } ebnf;
 
@@ -53,11 +34,6 @@ static nb_status bad(ebnf *e, const char *what)
     unsigned line = 1;
     for (const char *p = e->source; p < e->at; p++) line += *p == '\n';
     return nbi_fail(e->err, NB_INVALID, "the grammar, line %u: %s", line, what);
-}
-
-static nb_status no_memory(ebnf *e)
-{
-    return nbi_fail(e->err, NB_NO_MEMORY, "the grammar: out of memory");
 }
 
 static char peek(const ebnf *e)
@@ -102,35 +78,14 @@ static bool at_definition(const ebnf *e)
 static nb_status find_rule(uint32_t *out, ebnf *e)
 {
     size_t n = name_length(e->at, e->end);
-    for (uint32_t i = 0; i < e->n_rules; i++) {
-        if (e->rules[i].n != n || memcmp(e->rules[i].name, e->at, n) != 0) continue;
-        e->at += n;
-        *out = i;
-        return NB_OK;
-    }
-    if (e->n_rules == RULES_MAX)
-        return nbi_fail(e->err, NB_TOO_LARGE, "the grammar has more than %u rules", RULES_MAX);
-    *out = e->n_rules;
-    e->rules[e->n_rules++] = (rule){.name = e->at, .n = n};
+    const char *at = e->at;
     e->at += n;
+    for (*out = e->first; *out < e->lark->n_rules; ++*out) {
+        if (e->names[*out].n == n && memcmp(e->names[*out].at, at, n) == 0) return NB_OK;
+    }
+    NB_TRY(nbi_lark_new_rule(out, e->lark));
+    e->names[*out] = (name){.at = at, .n = n};
     return NB_OK;
-}
-
-static nb_status new_node(node **out, ebnf *e, node_kind kind)
-{
-    node *n = nbi_arena_alloc(&e->arena, sizeof *n);
-    if (!n) return no_memory(e);
-    n->kind = kind;
-    n->last = &n->first;
-    *out = n;
-    return NB_OK;
-}
-
-static void add_child(node *parent, node *child)
-{
-    NB_ASSERT(child);
-    *parent->last = child;
-    parent->last = &child->next;
 }
 
 static nb_status read_hex(uint32_t *out, ebnf *e, unsigned digits)
@@ -181,23 +136,23 @@ static nb_status read_char(uint32_t *out, ebnf *e)
 
 static nb_status text_node(node **out, ebnf *e)
 {
-    NB_TRY(new_node(out, e, NODE_TEXT));
-    (*out)->text = nbi_arena_strndup(&e->arena, e->scratch.data, e->scratch.len);
-    return (*out)->text ? NB_OK : no_memory(e);
+    NB_TRY(nbi_buf_add(&e->scratch, "/", 1));
+    return nbi_lark_text(out, e->lark, e->scratch.data, e->scratch.len);
 }
 
 static nb_status read_string(node **out, ebnf *e)
 {
     e->at++;
     nbi_buf_clear(&e->scratch);
-    NB_TRY(nbi_buf_add(&e->scratch, "", 0));
+    NB_TRY(nbi_buf_add(&e->scratch, "/", 1));
     while (peek(e) != '"') {
         uint32_t code;
         NB_TRY(read_char(&code, e));
         NB_TRY(nbi_buf_addf(&e->scratch, "\\x{%x}", code));
     }
     e->at++;
-    if (e->scratch.len == 0) return new_node(out, e, NODE_SEQUENCE); /* "": the empty sequence */
+    if (e->scratch.len == 1)
+        return nbi_lark_new(out, e->lark, NBI_LARK_SEQUENCE); /* "": the empty sequence */
     return text_node(out, e);
 }
 
@@ -205,7 +160,7 @@ static nb_status read_class(node **out, ebnf *e)
 {
     e->at++;
     nbi_buf_clear(&e->scratch);
-    NB_TRY(nbi_buf_add(&e->scratch, "[", 1));
+    NB_TRY(nbi_buf_add(&e->scratch, "/[", 2));
     if (peek(e) == '^') {
         NB_TRY(nbi_buf_add(&e->scratch, "^", 1));
         e->at++;
@@ -232,9 +187,10 @@ static nb_status read_number(uint32_t *out, ebnf *e)
     if (peek(e) < '0' || peek(e) > '9') return bad(e, "a number is missing in {...}");
     for (; peek(e) >= '0' && peek(e) <= '9'; e->at++) {
         value = value * 10 + (uint32_t)(*e->at - '0');
-        if (value > REPEAT_MAX)
+        if (value > NBI_LARK_REPEAT_MAX)
             return nbi_fail(e->err, NB_TOO_LARGE,
-                            "the grammar repeats something more than %u times", REPEAT_MAX);
+                            "the grammar repeats something more than %u times",
+                            NBI_LARK_REPEAT_MAX);
     }
     *out = value;
     return NB_OK;
@@ -250,7 +206,7 @@ static nb_status read_braces(uint32_t *min, uint32_t *max, ebnf *e)
     if (peek(e) == ',') {
         e->at++;
         skip_space(e);
-        *max = UINT32_MAX;
+        *max = NBI_LARK_NO_MAX;
         if (peek(e) != '}') NB_TRY(read_number(max, e));
         skip_space(e);
     }
@@ -265,7 +221,7 @@ static nb_status read_repeats(node **item, ebnf *e)
 {
     for (unsigned n = 0;; n++) {
         char c = peek(e);
-        uint32_t min = c == '+', max = c == '?' ? 1 : UINT32_MAX;
+        uint32_t min = c == '+', max = c == '?' ? 1 : NBI_LARK_NO_MAX;
         if (c == '{') {
             NB_TRY(read_braces(&min, &max, e));
         } else if (c == '*' || c == '+' || c == '?') {
@@ -274,12 +230,7 @@ static nb_status read_repeats(node **item, ebnf *e)
             return NB_OK;
         }
         if (n == STACKED_MAX) return bad(e, "too many operators behind one item");
-        node *repeat;
-        NB_TRY(new_node(&repeat, e, NODE_REPEAT));
-        repeat->min = min;
-        repeat->max = max;
-        add_child(repeat, *item);
-        *item = repeat;
+        NB_TRY(nbi_lark_repeat(item, e->lark, *item, min, max));
     }
 }
 
@@ -305,25 +256,25 @@ static nb_status read_atom(node **out, ebnf *e, unsigned depth)
     if (c == '.') {
         e->at++;
         nbi_buf_clear(&e->scratch);
-        NB_TRY(nbi_buf_add(&e->scratch, "(?s:.)", 6));
+        NB_TRY(nbi_buf_add(&e->scratch, "/(?s:.)", 7));
         return text_node(out, e);
     }
     if (!is_name(c, true))
         return bad(e, "expected \"text\", [class], (group), a rule's name or \"|\"");
-    NB_TRY(new_node(out, e, NODE_RULE));
-    return find_rule(&(*out)->rule, e);
+    NB_TRY(nbi_lark_new(out, e->lark, NBI_LARK_RULE));
+    return find_rule(&(*out)->id, e);
 }
 
 static nb_status read_sequence(node **out, ebnf *e, unsigned depth)
 {
-    NB_TRY(new_node(out, e, NODE_SEQUENCE));
+    NB_TRY(nbi_lark_new(out, e->lark, NBI_LARK_SEQUENCE));
     for (;;) {
         skip_space(e);
         if (e->at == e->end || *e->at == '|' || *e->at == ')' || at_definition(e)) return NB_OK;
         node *item = NULL;
         NB_TRY(read_atom(&item, e, depth));
         NB_TRY(read_repeats(&item, e));
-        add_child(*out, item);
+        nbi_lark_add(*out, item);
     }
 }
 
@@ -332,11 +283,11 @@ static nb_status read_choice(node **out, ebnf *e, unsigned depth)
     if (depth > NESTING_MAX)
         return nbi_fail(e->err, NB_TOO_LARGE, "the grammar nests groups deeper than %u",
                         NESTING_MAX);
-    NB_TRY(new_node(out, e, NODE_CHOICE));
+    NB_TRY(nbi_lark_new(out, e->lark, NBI_LARK_CHOICE));
     for (;;) {
         node *sequence;
         NB_TRY(read_sequence(&sequence, e, depth));
-        add_child(*out, sequence);
+        nbi_lark_add(*out, sequence);
         if (peek(e) != '|') return NB_OK;
         e->at++;
     }
@@ -344,180 +295,61 @@ static nb_status read_choice(node **out, ebnf *e, unsigned depth)
 
 static nb_status read_rules(ebnf *e)
 {
+    nbi_lark_rule *rules = e->lark->rules;
     for (skip_space(e); e->at < e->end; skip_space(e)) {
         uint32_t index;
         if (!at_definition(e)) return bad(e, "expected a rule: name ::= ...");
         NB_TRY(find_rule(&index, e));
-        if (e->rules[index].body) return bad(e, "a rule is defined twice");
+        if (rules[index].body) return bad(e, "a rule is defined twice");
         skip_space(e);
         e->at += 3; /* at_definition() saw "::=" */
         node *body;
         NB_TRY(read_choice(&body, e, 0));
         if (e->at < e->end && *e->at == ')') return bad(e, "a \")\" has no \"(\"");
-        e->rules[index].body = body;
+        rules[index].body = body;
     }
-    for (uint32_t i = 0; i < e->n_rules; i++) {
-        const rule *r = &e->rules[i];
-        if (!r->body)
+    for (uint32_t i = e->first; i < e->lark->n_rules; i++) {
+        const name *r = &e->names[i];
+        if (!rules[i].body)
             return nbi_fail(e->err, NB_INVALID, "the grammar has no rule \"%.*s\"",
-                            (int)(r->n < 100 ? r->n : 100), r->name);
+                            (int)(r->n < 100 ? r->n : 100), r->at);
     }
     return NB_OK;
 }
 
-/* ---------------------------------------------------------------- writing */
-
-/* Recursion here and below is bounded by NESTING_MAX and STACKED_MAX. */
-static bool is_regular(const ebnf *e, const node *n)
+static nb_status find_root(node **out, ebnf *e)
 {
-    if (n->kind == NODE_RULE) return e->rules[n->rule].regular;
-    for (const node *c = n->first; c; c = c->next) {
-        if (!is_regular(e, c)) return false;
-    }
-    return true;
-}
-
-/* The smallest set: what never gets in depends on a cycle. */
-static void find_regular(ebnf *e)
-{
-    for (bool changed = true; changed;) {
-        changed = false;
-        for (uint32_t i = 0; i < e->n_rules; i++) {
-            if (e->rules[i].regular || !is_regular(e, e->rules[i].body)) continue;
-            changed = e->rules[i].regular = true;
-        }
-    }
-}
-
-static nb_status put_repeat(nbi_buf *out, const node *n)
-{
-    if (n->max != UINT32_MAX) return nbi_buf_addf(out, "{%u,%u}", n->min, n->max);
-    if (n->min > 1) return nbi_buf_addf(out, "{%u,}", n->min);
-    return nbi_buf_add(out, n->min ? "+" : "*", 1);
-}
-
-/* A regular node as a part of a terminal. */
-static nb_status put_terminal(nbi_buf *out, const ebnf *e, const node *n)
-{
-    if (n->kind == NODE_TEXT) return nbi_buf_addf(out, "/%s/", n->text);
-    if (n->kind == NODE_RULE) return nbi_buf_addf(out, "T%u", n->rule);
-    if (!n->first) return nbi_buf_add(out, "\"\"", 2);
-    NB_TRY(nbi_buf_add(out, "(", 1));
-    for (const node *c = n->first; c; c = c->next) {
-        if (c != n->first)
-            NB_TRY(n->kind == NODE_CHOICE ? nbi_buf_add(out, " | ", 3) : nbi_buf_add(out, " ", 1));
-        NB_TRY(put_terminal(out, e, c));
-    }
-    NB_TRY(nbi_buf_add(out, ")", 1));
-    return n->kind == NODE_REPEAT ? put_repeat(out, n) : NB_OK;
-}
-
-/* A run of regular children of `parent` from `first` up to `end`, as one terminal. In a choice all
- * regular ones are taken, wherever they stand. */
-static nb_status put_run(nbi_buf *out, ebnf *e, const node *parent, const node *first,
-                         const node *end)
-{
-    bool choice = parent->kind == NODE_CHOICE, any = false;
-    NB_TRY(nbi_buf_addf(out, "X%u", e->n_terminals));
-    NB_TRY(nbi_buf_addf(&e->terminals, "X%u: ", e->n_terminals++));
-    for (const node *c = first; c != end; c = c->next) {
-        if (choice && !is_regular(e, c)) continue;
-        if (any)
-            NB_TRY(choice ? nbi_buf_add(&e->terminals, " | ", 3)
-                          : nbi_buf_add(&e->terminals, " ", 1));
-        NB_TRY(put_terminal(&e->terminals, e, c));
-        any = true;
-    }
-    return nbi_buf_add(&e->terminals, "\n", 1);
-}
-
-static nb_status put_rule(nbi_buf *out, ebnf *e, const node *n);
-
-static nb_status put_sequence(nbi_buf *out, ebnf *e, const node *n)
-{
-    for (const node *c = n->first; c;) {
-        if (c != n->first) NB_TRY(nbi_buf_add(out, " ", 1));
-        const node *end = c;
-        while (end && is_regular(e, end)) end = end->next;
-        if (end != c) {
-            NB_TRY(put_run(out, e, n, c, end));
-            c = end;
-        } else {
-            NB_TRY(put_rule(out, e, c));
-            c = c->next;
-        }
-    }
-    return NB_OK;
-}
-
-static nb_status put_choice(nbi_buf *out, ebnf *e, const node *n)
-{
-    bool any = false, run = false;
-    for (const node *c = n->first; c; c = c->next) {
-        bool regular = is_regular(e, c);
-        if (regular && run) continue;
-        if (any) NB_TRY(nbi_buf_add(out, " | ", 3));
-        if (regular)
-            NB_TRY(put_run(out, e, n, c, NULL));
-        else
-            NB_TRY(put_rule(out, e, c));
-        run |= regular;
-        any = true;
-    }
-    return NB_OK;
-}
-
-/* A node that is not regular. */
-static nb_status put_rule(nbi_buf *out, ebnf *e, const node *n)
-{
-    if (n->kind == NODE_RULE) return nbi_buf_addf(out, "r%u", n->rule);
-    NB_TRY(nbi_buf_add(out, "(", 1));
-    if (n->kind == NODE_CHOICE)
-        NB_TRY(put_choice(out, e, n));
-    else
-        NB_TRY(put_sequence(out, e, n));
-    NB_TRY(nbi_buf_add(out, ")", 1));
-    return n->kind == NODE_REPEAT ? put_repeat(out, n) : NB_OK;
-}
-
-static nb_status put_grammar(nbi_buf *out, ebnf *e)
-{
-    for (uint32_t i = 0; i < e->n_rules; i++) {
-        const rule *r = &e->rules[i];
-        bool root = r->n == 4 && memcmp(r->name, "root", 4) == 0;
-        if (root) NB_TRY(nbi_buf_addf(out, "start: %c%u\n", r->regular ? 'T' : 'r', i));
-        NB_TRY(nbi_buf_addf(out, "%c%u: ", r->regular ? 'T' : 'r', i));
-        if (r->regular)
-            NB_TRY(put_terminal(out, e, r->body));
-        else
-            NB_TRY(put_rule(out, e, r->body));
-        NB_TRY(nbi_buf_add(out, "\n", 1));
-    }
-    return nbi_buf_add(out, e->terminals.data, e->terminals.len);
-}
-
-static nb_status check_root(ebnf *e)
-{
-    for (uint32_t i = 0; i < e->n_rules; i++) {
-        if (e->rules[i].n == 4 && memcmp(e->rules[i].name, "root", 4) == 0) return NB_OK;
+    for (uint32_t i = e->first; i < e->lark->n_rules; i++) {
+        if (e->names[i].n == 4 && memcmp(e->names[i].at, "root", 4) == 0)
+            return nbi_lark_ref(out, e->lark, i);
     }
     return nbi_fail(e->err, NB_INVALID,
                     "the grammar has no rule \"root\" (or, as Lark, \"start\")");
 }
 
+nb_status nbi_grammar_read_ebnf(nbi_lark_node **root, nbi_lark *lark, const char *source, size_t n)
+{
+    ebnf e = {.source = source,
+              .at = source,
+              .end = source + n,
+              .lark = lark,
+              .first = lark->n_rules,
+              .err = lark->err};
+    e.names = nbi_arena_alloc(&lark->arena, NBI_LARK_RULES_MAX * sizeof *e.names);
+    nb_status st = e.names ? read_rules(&e) : nbi_lark_no_memory(lark);
+    if (st == NB_OK) st = find_root(root, &e);
+    if (st == NB_OK) nbi_lark_find_regular(lark, e.first);
+    nbi_buf_free(&e.scratch);
+    return st;
+}
+
 nb_status nbi_grammar_from_ebnf(nbi_buf *text, const char *source, size_t n, nb_error *err)
 {
-    ebnf e = {.source = source, .at = source, .end = source + n, .err = err};
-    e.arena.max_bytes = (size_t)64 << 20;
-    e.rules = nbi_arena_alloc(&e.arena, RULES_MAX * sizeof *e.rules);
-    nb_status st = e.rules ? read_rules(&e) : no_memory(&e);
-    if (st == NB_OK) st = check_root(&e);
-    if (st == NB_OK) {
-        find_regular(&e);
-        st = put_grammar(text, &e);
-    }
-    nbi_buf_free(&e.scratch);
-    nbi_buf_free(&e.terminals);
-    nbi_arena_free(&e.arena);
+    nbi_lark lark;
+    nbi_lark_node *root = NULL;
+    nb_status st = nbi_lark_init(&lark, err);
+    if (st == NB_OK) st = nbi_grammar_read_ebnf(&root, &lark, source, n);
+    if (st == NB_OK) st = nbi_lark_write(text, &lark, root);
+    nbi_lark_deinit(&lark);
     return st;
 }

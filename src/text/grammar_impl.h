@@ -19,6 +19,12 @@ extern "C" {
 
 typedef struct nbi_grammar_work nbi_grammar_work;
 
+/* Added tokens that a grammar names. */
+typedef struct nbi_grammar_own {
+    uint32_t n;
+    int32_t ids[NBI_GRAMMAR_OWN_MAX];
+} nbi_grammar_own;
+
 /* What a source came to: a matcher in its first state, or why there is none. */
 typedef struct nbi_grammar_entry {
     nbi_grammar_kind kind;
@@ -26,6 +32,7 @@ typedef struct nbi_grammar_entry {
     size_t n;
     uint64_t used; /* of compiler.clock */
     nbi_llg_matcher *matcher;
+    nbi_grammar_own own;
     nb_error *refusal;
 } nbi_grammar_entry;
 
@@ -66,7 +73,7 @@ static inline size_t nbi_grammar_words(uint32_t n)
 /* grammar.c: a grammar of its own for one answer; the matcher is copied. */
 nb_status nbi_grammar_create(nbi_grammar **out, nbi_grammar_compiler *compiler,
                              const nbi_grammar_options *options, const nbi_llg_matcher *matcher,
-                             nb_error *err);
+                             const nbi_grammar_own *own, nb_error *err);
 nb_status nbi_grammar_check_options(const nbi_grammar_compiler *compiler,
                                     const nbi_grammar_options *options, nb_error *err);
 void nbi_grammar_compiler_release(nbi_grammar_compiler *compiler);

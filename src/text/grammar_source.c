@@ -7,6 +7,7 @@
 
 #include "base/json.h"
 #include "base/utf8.h"
+#include "text/grammar_tag.h"
 
 #define STR_(x)      #x
 #define STR(x)       STR_(x)
@@ -19,10 +20,12 @@ const char *nbi_grammar_noun(nbi_grammar_kind kind)
     switch (kind) {
     case NBI_GRAMMAR_JSON_OBJECT: return "the JSON grammar";
     case NBI_GRAMMAR_JSON_SCHEMA:
-    case NBI_GRAMMAR_JSON_TIGHT: return "the schema";
+    case NBI_GRAMMAR_JSON_TIGHT:
+    case NBI_GRAMMAR_JSON_SPACED: return "the schema";
     case NBI_GRAMMAR_REGEX: return "the expression";
     case NBI_GRAMMAR_CHOICE: return "the list of choices";
     case NBI_GRAMMAR_EBNF: return "the grammar";
+    case NBI_GRAMMAR_TAG: return "the structural tag";
     case NBI_GRAMMAR_KIND_COUNT: break;
     }
     return "the grammar";
@@ -126,12 +129,24 @@ static nb_status check_schema(schema_walk *w, const json_t *value, bool data)
     return NB_OK;
 }
 
-/* Options of the library ride in the schema; a client's own are dropped. */
-static nb_status put_schema(nbi_buf *text, json_t *schema, bool tight, nb_error *err)
+static json_t *space_options(const nbi_grammar_space *space)
 {
-    json_t *options = tight ? json_pack("{s:b}", "whitespace_flexible", 0)
-                            : json_pack("{s:s}", "whitespace_pattern",
-                                        "[\\x20\\x0A\\x0D\\x09]{1," STR(NBI_GRAMMAR_SPACE_MAX) "}");
+    static const nbi_grammar_space any = {.chars = " \t\n\r", .most = NBI_GRAMMAR_SPACE_MAX};
+    char pattern[64] = "[";
+    if (!space) space = &any;
+    if (!space->chars[0] || !space->most) return json_pack("{s:b}", "whitespace_flexible", 0);
+    for (const char *p = space->chars; *p && strlen(pattern) < 32; p++)
+        snprintf(pattern + strlen(pattern), 5, "\\x%02X", (unsigned)*p);
+    size_t n = strlen(pattern);
+    snprintf(pattern + n, sizeof pattern - n, "]{1,%u}", space->most);
+    return json_pack("{s:s}", "whitespace_pattern", pattern);
+}
+
+/* Options of the library ride in the schema; a client's own are dropped. */
+static nb_status put_schema(nbi_buf *text, json_t *schema, const nbi_grammar_space *space,
+                            nb_error *err)
+{
+    json_t *options = space_options(space);
     char *dump = NULL;
     if (options && json_object_set_new(schema, "x-guidance", options) == 0)
         dump = nbi_json_dumps(schema);
@@ -140,26 +155,48 @@ static nb_status put_schema(nbi_buf *text, json_t *schema, bool tight, nb_error 
     return st == NB_OK ? NB_OK : nbi_fail(err, st, "the schema: out of memory");
 }
 
-static nb_status prepare_schema(nbi_buf *text, const char *source, size_t n, bool tight,
-                                nb_error *err)
+nb_status nbi_grammar_put_schema(nbi_buf *text, json_t **schema, const nbi_grammar_space *space,
+                                 nb_error *err)
+{
+    schema_walk walk = {.err = err};
+    if (json_is_true(*schema)) {
+        json_decref(*schema);
+        *schema = json_object();
+        if (!*schema) return nbi_fail(err, NB_NO_MEMORY, "the schema: out of memory");
+    }
+    if (json_is_false(*schema))
+        return nbi_fail(err, NB_INVALID, "the schema is false: no value is valid");
+    if (!json_is_object(*schema))
+        return nbi_fail(err, NB_INVALID, "the schema must be a JSON object");
+    NB_TRY(check_schema(&walk, *schema, false));
+    return put_schema(text, *schema, space, err);
+}
+
+static nb_status prepare_schema(nbi_buf *text, const char *source, size_t n,
+                                const nbi_grammar_space *space, nb_error *err)
 {
     json_t *schema = NULL;
     NB_TRY(nbi_json_parse(&schema, source, n, "the schema", err));
-    nb_status st = NB_OK;
-    schema_walk walk = {.err = err};
-    if (json_is_true(schema)) {
-        json_decref(schema);
-        schema = json_object();
-        if (!schema) return nbi_fail(err, NB_NO_MEMORY, "the schema: out of memory");
-    } else if (json_is_false(schema)) {
-        st = nbi_fail(err, NB_INVALID, "the schema is false: no value is valid");
-    } else if (!json_is_object(schema)) {
-        st = nbi_fail(err, NB_INVALID, "the schema must be a JSON object");
-    } else {
-        st = check_schema(&walk, schema, false);
-    }
-    if (st == NB_OK) st = put_schema(text, schema, tight, err);
+    nb_status st = nbi_grammar_put_schema(text, &schema, space, err);
     json_decref(schema);
+    return st;
+}
+
+static nb_status prepare_spaced(nbi_buf *text, const char *source, size_t n, nb_error *err)
+{
+    json_t *all = NULL;
+    NB_TRY(nbi_json_parse(&all, source, n, "the schema", err));
+    const json_t *most = json_object_get(all, "most");
+    json_t *schema = json_incref(json_object_get(all, "schema"));
+    nbi_grammar_space space = {.chars = json_string_value(json_object_get(all, "chars")),
+                               .most = (uint32_t)json_integer_value(most)};
+    nb_status st = NB_OK;
+    if (!space.chars || strspn(space.chars, " \t\n\r") != strlen(space.chars) ||
+        json_integer_value(most) < 0 || json_integer_value(most) > NBI_GRAMMAR_SPACE_MAX)
+        st = nbi_fail(err, NB_INVALID, "the schema's white space is not known");
+    if (st == NB_OK) st = nbi_grammar_put_schema(text, &schema, &space, err);
+    json_decref(schema);
+    json_decref(all);
     return st;
 }
 
@@ -197,20 +234,32 @@ static const char *ascii_class(char c)
     }
 }
 
-static nb_status prepare_regex(nbi_buf *text, const char *source, size_t n, nb_error *err)
+/* One item of an expression: a character, or two with a backslash. In a Lark grammar a slash would
+ * end the expression, and so would the end of a line. */
+static nb_status put_item(nbi_buf *text, const char *s, size_t n, bool slashes)
+{
+    const char *class = n == 2 ? ascii_class(s[1]) : NULL;
+    if (class) return nbi_buf_add(text, class, strlen(class));
+    if (slashes && (s[n - 1] == '\n' || s[n - 1] == '\r'))
+        return nbi_buf_addf(text, "\\x{%x}", (unsigned)s[n - 1]);
+    if (slashes && n == 1 && *s == '/') return nbi_buf_add(text, "\\/", 2);
+    return nbi_buf_add(text, s, n);
+}
+
+nb_status nbi_grammar_put_regex(nbi_buf *text, const char *source, size_t n, bool slashes,
+                                nb_error *err)
 {
     if (n > NBI_GRAMMAR_REGEX_MAX)
         return nbi_fail(err, NB_TOO_LARGE, "the expression has %zu bytes, more than %zu", n,
                         NBI_GRAMMAR_REGEX_MAX);
     NB_TRY(check_text(NBI_GRAMMAR_REGEX, source, n, err));
-    for (size_t i = 0; i < n; i++) {
-        const char *class = i + 1 < n && source[i] == '\\' ? ascii_class(source[i + 1]) : NULL;
+    if (slashes) NB_TRY(nbi_buf_add(text, "/", 1));
+    for (size_t i = 0; i < n;) {
         size_t taken = i + 1 < n && source[i] == '\\' ? 2 : 1;
-        NB_TRY(class ? nbi_buf_add(text, class, strlen(class))
-                     : nbi_buf_add(text, source + i, taken));
-        i += taken - 1;
+        NB_TRY(put_item(text, source + i, taken, slashes));
+        i += taken;
     }
-    return NB_OK;
+    return slashes ? nbi_buf_add(text, "/", 1) : NB_OK;
 }
 
 /* Everything but letters, digits and bytes of longer characters is escaped; control characters by
@@ -296,21 +345,26 @@ nb_status nbi_grammar_check_size(nbi_grammar_kind kind, size_t n, nb_error *err)
 }
 
 nb_status nbi_grammar_prepare(nbi_buf *text, const char **type, nbi_grammar_kind kind,
-                              const char *source, size_t n, nb_error *err)
+                              const char *source, size_t n, nbi_grammar_tokens *tokens,
+                              nb_error *err)
 {
     static const char any_object[] = "{\"type\":\"object\"}";
+    static const nbi_grammar_space none = {.chars = "", .most = 0};
     NB_TRY(nbi_grammar_check_size(kind, n, err));
+    tokens->n_own = 0;
+    *type = "json_schema";
     switch (kind) {
     case NBI_GRAMMAR_JSON_OBJECT:
-        *type = "json_schema";
-        return prepare_schema(text, any_object, sizeof any_object - 1, false, err);
-    case NBI_GRAMMAR_JSON_SCHEMA:
-    case NBI_GRAMMAR_JSON_TIGHT:
-        *type = "json_schema";
-        return prepare_schema(text, source, n, kind == NBI_GRAMMAR_JSON_TIGHT, err);
-    case NBI_GRAMMAR_REGEX: *type = "regex"; return prepare_regex(text, source, n, err);
+        return prepare_schema(text, any_object, sizeof any_object - 1, NULL, err);
+    case NBI_GRAMMAR_JSON_SCHEMA: return prepare_schema(text, source, n, NULL, err);
+    case NBI_GRAMMAR_JSON_TIGHT: return prepare_schema(text, source, n, &none, err);
+    case NBI_GRAMMAR_JSON_SPACED: return prepare_spaced(text, source, n, err);
+    case NBI_GRAMMAR_REGEX:
+        *type = "regex";
+        return nbi_grammar_put_regex(text, source, n, false, err);
     case NBI_GRAMMAR_CHOICE: *type = "regex"; return prepare_choices(text, source, n, err);
     case NBI_GRAMMAR_EBNF: *type = "lark"; return prepare_grammar(text, source, n, err);
+    case NBI_GRAMMAR_TAG: *type = "lark"; return nbi_grammar_from_tag(text, source, n, tokens, err);
     case NBI_GRAMMAR_KIND_COUNT: break;
     }
     return nbi_fail(err, NB_INVALID, "unknown kind of grammar %d", (int)kind);

@@ -27,7 +27,7 @@ TAKEN = {
     "add_generation_prompt": False, "continue_final_message": False,
 }
 # Need a library, a template or a flag; other files test them.
-ELSEWHERE = {"json_schema", "regex", "ebnf", "guided_*", "structured_outputs", "documents", "chat_template"}
+ELSEWHERE = {"json_schema", "regex", "ebnf", "structural_tag", "guided_*", "structured_outputs", "documents", "chat_template"}
 WRONG = {"metadata": "x", "store": "x", "spaces_between_special_tokens": "x", "add_special_tokens": "x"}
 RIGHT = {"metadata": {"a": "b"}, "store": True, "spaces_between_special_tokens": True, "add_special_tokens": True}
 REFUSED = {"suffix": "x", "logits_processors": ["x"], "functions": [{"name": "f"}],

@@ -147,6 +147,42 @@ def test_no_white_space(client, model, extra):
     assert same.choices[0].message.content == "a b"
 
 
+def space(text):
+    """White space outside of strings, piece by piece."""
+    return re.findall(r"\s+", re.sub(r'"(?:[^"\\]|\\.)*("|\\?$)', '""', text, flags=re.S))
+
+
+@pytest.mark.parametrize("pattern, full", [("[ \\n]?", "[ \n]"), ("\\s{0,2}", "\\s{1,2}"), (" *", " {1,32}"), ("", "x"), ("[\\t\n]*", "[\t\n]{1,32}")])
+@pytest.mark.parametrize("older", [False, True])
+def test_white_space_patterns(client, model, pattern, full, older):
+    """However hot, also of an answer that is cut; some have white space where it is possible."""
+    asked = {"structured_outputs": {"json_object": True, **({} if older else {"whitespace_pattern": pattern})}}
+    if older:
+        asked["guided_whitespace_pattern"] = pattern
+    bias = {str(i): 30 for i in (10, 13, 32, 198, 201, 220)}
+    found = []
+    for seed in range(4):
+        text = ask(client, model, extra=asked, temperature=2.0, seed=seed, max_tokens=60, logit_bias=bias).choices[0].message.content
+        assert text.startswith("{"), text
+        found += space(text)
+    assert all(re.fullmatch(full, piece) for piece in found), found
+
+
+def test_no_additional_properties(client, model):
+    """Only objects that name properties and say nothing else are closed."""
+    inner = {"type": "object", "properties": {"b": {"type": "boolean"}}, "required": ["b"]}
+    closed = {"type": "object", "properties": {"properties": inner}, "required": ["properties"]}
+    opened = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"], "additionalProperties": {"type": "boolean"}}
+    for schema in (closed, json.dumps(closed)):
+        extra = {"structured_outputs": {"json": schema, "disable_additional_properties": True}}
+        for choice in ask(client, model, seed=1, n=4, extra=extra).choices:
+            check(choice, closed)
+            assert set(json.loads(choice.message.content)["properties"]) == {"b"}
+    texts = [choice.message.content for choice in ask(client, model, seed=1, n=8, max_tokens=30, extra={
+        "structured_outputs": {"json": opened, "disable_additional_properties": True}}).choices]
+    assert any(re.match(r'\{\s*"a"\s*:\s*(true|false)\s*,', text) for text in texts), texts
+
+
 @pytest.mark.parametrize("extra", [
     {"json_schema": json.dumps(SCHEMAS["answer"])}, {"json_schema": SCHEMAS["answer"]}, {"guided_json": SCHEMAS["answer"]},
     {"guided_json": json.dumps(SCHEMAS["answer"])}, {"structured_outputs": {"json": SCHEMAS["answer"]}},
@@ -179,6 +215,88 @@ def test_completions(server, client, model):
     events = stream(server, "/v1/completions", {"model": model, "prompt": "x", "max_tokens": 60, "regex": "[ab]{3}"})
     assert events[-1] == "[DONE]"
     assert re.fullmatch("[ab]{3}", "".join(e["choices"][0]["text"] for e in events[:-1]))
+
+
+# ---------------------------------------------------------------- structural tags
+
+
+def tag(begin, content, end):
+    return {"type": "tag", "begin": begin, "content": content, "end": end}
+
+
+def fits(schema):
+    return {"type": "json_schema", "json_schema": schema}
+
+
+STRUCTURES = {"type": "structural_tag", "triggers": ["<f"],
+              "structures": [{"begin": "<f=answer>", "schema": SCHEMAS["answer"], "end": "</f>"},
+                             {"begin": "<f=list>", "schema": SCHEMAS["list"], "end": "</f>"}]}
+TAGS = [tag("<f=answer>", fits(SCHEMAS["answer"]), "</f>"), tag("<f=word>", {"type": "regex", "pattern": "[a-z/]{1,4}"}, "</f>")]
+TAGGED = {"type": "structural_tag", "format": {"type": "triggered_tags", "triggers": ["<f="], "tags": TAGS, "at_least_one": True}}
+SEPARATED = {"type": "structural_tag", "format": {"type": "tags_with_separator", "separator": "; ", "tags": TAGS, "at_least_one": True}}
+ONE = {"type": "structural_tag", "format": {**TAGGED["format"], "stop_after_first": True}}
+
+
+def tags_of(text):
+    """Every tag in free text holds what it should; their number."""
+    pieces = re.findall(r"<f=(\w+)>(.*?)</f>", text, flags=re.S)
+    for name, content in pieces:
+        if name == "word":
+            assert re.fullmatch("[a-z/]{1,4}", content), text
+        else:
+            jsonschema.validate(json.loads(content), SCHEMAS[name])
+    return len(pieces)
+
+
+@pytest.mark.parametrize("extra", [
+    {"response_format": ONE}, {"structural_tag": ONE}, {"structural_tag": json.dumps(ONE)}, {"structured_outputs": {"structural_tag": ONE}},
+    {"structured_outputs": {"structural_tag": json.dumps({"format": ONE["format"]})}},
+])
+def test_structural_tag_spellings(client, model, extra):
+    for choice in ask(client, model, extra=extra, n=4, seed=1).choices:
+        assert choice.finish_reason == "stop"
+        assert re.fullmatch(r"<f=(\w+)>(.*?)</f>", choice.message.content, flags=re.S) and tags_of(choice.message.content) == 1
+
+
+def test_structural_tags_in_free_text(client, model):
+    """Where the model writes an e it is in a tag, and what is between the tags is its own."""
+    form = {"type": "structural_tag", "triggers": ["e"],
+            "structures": [{**s, "begin": "e" + s["begin"]} for s in STRUCTURES["structures"]]}
+    found, free = 0, ""
+    for choice in ask(client, model, response_format=form, max_tokens=150, seed=1, n=12).choices:
+        text = choice.message.content
+        whole = text[:text.rfind("</f>") + 4] if "</f>" in text else ""
+        found += tags_of(whole)
+        rest = re.sub("e<f=.*?</f>", "", whole, flags=re.S)
+        assert "e" not in rest
+        free += rest
+    assert found > 1 and free
+
+
+def test_structural_tag_streams(client, model):
+    kwargs = {"extra": {"structural_tag": TAGGED}, "seed": 3, "max_tokens": 80}
+    whole = ask(client, model, **kwargs).choices[0]
+    text = "".join(c.choices[0].delta.content or "" for c in ask(client, model, stream=True, **kwargs))
+    assert text == whole.message.content and text.startswith("<f=") and tags_of(text)
+
+
+def test_structural_tag_behind_thinking(client, model):
+    choice = ask(client, model, "What is 3+5?", thinking=True, extra={"structural_tag": SEPARATED}, max_tokens=1500, temperature=0.8, seed=1).choices[0]
+    assert choice.message.model_extra["reasoning_content"] and choice.finish_reason == "stop"
+    assert re.fullmatch("(<f=.*?</f>)(; <f=.*?</f>)*", choice.message.content, flags=re.S) and tags_of(choice.message.content)
+
+
+def test_structural_tag_of_added_tokens(server, client, model):
+    """The model's own token for a call: behind it the schema; with tools the calls are read from the tags."""
+    call = tag('<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>', fits({"type": "integer", "minimum": 0, "maximum": 9}), "</arg_value>\n</tool_call>")
+    form = {"type": "structural_tag", "format": {"type": "triggered_tags", "triggers": ["<tool_call>"], "tags": [call], "at_least_one": True,
+                                                 "stop_after_first": True}}
+    called = ask(client, model, "Add 3.", extra={"structural_tag": form}, seed=1, tools=TOOLS, logprobs=True).choices[0]
+    assert called.logprobs.content[0].token == "<tool_call>"
+    assert called.finish_reason == "tool_calls"
+    jsonschema.validate(json.loads(called.message.tool_calls[0].function.arguments), TOOLS[0]["function"]["parameters"])
+    reply = server.post("/generate", {"text": "Add", "sampling_params": {"structural_tag": json.dumps(form), "max_new_tokens": 60}})
+    assert reply.status_code == 200 and reply.json()["text"].startswith("<tool_call>add\n<arg_key>a</arg_key>")
 
 
 # ---------------------------------------------------------------- thinking, ends, limits
@@ -289,7 +407,8 @@ def test_drafts_change_nothing(client, drafting, model, name, thinking):
         assert drafted.usage.completion_tokens == plain.usage.completion_tokens
 
 
-@pytest.mark.parametrize("extra", [{"regex": "([a-f]{3} ?){4}"}, {"ebnf": 'root ::= "(" root ")" | [a-z]{2,4}'}, {"regex": "a{40}b"}])
+@pytest.mark.parametrize("extra", [{"regex": "([a-f]{3} ?){4}"}, {"ebnf": 'root ::= "(" root ")" | [a-z]{2,4}'}, {"regex": "a{40}b"},
+                                   {"structural_tag": TAGGED}, {"structural_tag": SEPARATED}])
 def test_drafts_of_other_grammars(client, drafting, model, extra):
     for seed in range(3):
         kwargs = {"extra": extra, "seed": seed, "max_tokens": 80, "n": 2}
@@ -403,17 +522,27 @@ def test_client_leaves_while_its_grammar_is_compiled(server, client, model):
     ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "foo"}}}}, "response_format.json_schema.schema", "foo"),
     ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "array", "uniqueItems": True}}}},
      "response_format.json_schema.schema", "uniqueItems"),
-    ({"response_format": {"type": "structural_tag"}}, "response_format.type", "structural_tag"),
+    ({"response_format": {"type": "structural_tag"}}, "response_format", "\"format\" is missing"),
+    ({"response_format": {"type": "structural_tag", "format": {"type": "exclude_token"}}}, "response_format", "exclude_token"),
+    ({"response_format": {"type": "structural_tag", "format": {"type": "json_schema", "json_schema": {"not": {}}}}}, "response_format", "not"),
+    ({"response_format": {"type": "xml"}}, "response_format.type", "structural_tag"),
     ({"regex": "(a"}, "regex", "unclosed"), ({"regex": 4}, "regex", "string"), ({"regex": ""}, "regex", "empty"),
     ({"regex": "(?=a)b"}, "regex", "look"),
     ({"guided_json": 4}, "guided_json", "schema"), ({"guided_json": "{"}, "guided_json", "schema"),
     ({"guided_json": {"not": {}}}, "guided_json", "not"), ({"guided_choice": []}, "guided_choice", "empty"),
     ({"guided_choice": "a"}, "guided_choice", "array"), ({"guided_choice": ["a", 3]}, "guided_choice", "entry 1"),
     ({"ebnf": "root ::="}, "ebnf", ""), ({"guided_grammar": "nonsense"}, "guided_grammar", "line 1"),
-    ({"structural_tag": {}}, "structural_tag", "not supported"),
-    ({"guided_whitespace_pattern": " "}, "guided_whitespace_pattern", "not supported"),
+    ({"structural_tag": {}}, "structural_tag", "missing"), ({"structural_tag": "{"}, "structural_tag", "the structural tag"),
+    ({"structural_tag": 5}, "structural_tag", "string"),
+    ({"structured_outputs": {"structural_tag": {"structures": [], "triggers": ["a"]}}}, "structured_outputs.structural_tag", "structures"),
+    ({"guided_whitespace_pattern": " "}, "guided_whitespace_pattern", "may be absent"),
+    ({"guided_whitespace_pattern": "[ a]*"}, "guided_whitespace_pattern", "may be absent"),
+    ({"guided_whitespace_pattern": 5}, "guided_whitespace_pattern", "string"),
     ({"structured_outputs": {"regex": "["}}, "structured_outputs.regex", "unclosed"),
-    ({"structured_outputs": {"whitespace_pattern": " "}}, "structured_outputs.whitespace_pattern", "not supported"),
+    ({"structured_outputs": {"whitespace_pattern": "( |\n)*"}}, "structured_outputs.whitespace_pattern", "may be absent"),
+    ({"structured_outputs": {"whitespace_pattern": " ?"}, "guided_whitespace_pattern": ""}, "structured_outputs.whitespace_pattern", "combined"),
+    ({"structured_outputs": {"whitespace_pattern": " ?", "disable_any_whitespace": True}}, "structured_outputs.whitespace_pattern", "combined"),
+    ({"structured_outputs": {"json": {}, "disable_additional_properties": 1}}, "structured_outputs.disable_additional_properties", "boolean"),
     ({"structured_outputs": "json"}, "structured_outputs", "object"),
     ({"structured_outputs": {"json": {}, "disable_any_whitespace": 1}}, "structured_outputs.disable_any_whitespace", "boolean"),
     ({"regex": "a", "ebnf": 'root ::= "a"'}, "ebnf", "regex"),

@@ -187,6 +187,30 @@ def test_ebnf(walker, grammar, language):
             assert re.fullmatch(language, text), text
 
 
+def element(begin, content, end):
+    return {"type": "tag", "begin": begin, "content": content, "end": end}
+
+
+ANSWER, WORD = {"type": "json_schema", "json_schema": SCHEMAS["enum_prefix"]}, {"type": "regex", "pattern": "[a-z;]{0,5}"}
+TAGS = [element("e[1]", ANSWER, ";"), element("e[2]", WORD, ";;"), element("e[3]", {"type": "any_text"}, ["}", ";"])]
+ONE = r'e(\[1\]"(a|ab|abc)";|\[2\]((?!;;)[a-z;]){0,5};;|\[3\][^;}]*[};])'
+# A format, what its texts look like as a regular expression (of what was not cut), and the bytes that bring it to its end.
+FORMATS = [
+    ({"type": "triggered_tags", "triggers": ["e"], "tags": TAGS}, f"([^e]|{ONE})*", '"};'),
+    ({"type": "triggered_tags", "triggers": ["e["], "tags": TAGS, "at_least_one": True, "stop_after_first": True}, ONE, '"};'),
+    ({"type": "tags_with_separator", "separator": " | ", "tags": TAGS}, f"({ONE}( \\| {ONE})*)?", '"};'),
+    (element("<", {"type": "triggered_tags", "triggers": ["e"], "tags": TAGS[:1]}, ">"), "<([^e>]|e\\[1\\]\"(a|ab|abc)\";)*>", '>"};'),
+    ({"type": "dispatch", "rules": [["e", {"type": "const_string", "value": "!?"}]], "excludes": ["a", " "]}, "([^e a]|e!\\?)*", "!?"),
+    ({"type": "repeat", "min": 2, "max": 3, "content": element("(", {"type": "any_text", "excludes": ["("]}, ")")}, "(\\([^()]*\\)){2,3}", ")"),
+]
+
+
+@pytest.mark.parametrize("form, language, finish", FORMATS)
+def test_structural_tag(walker, form, language, finish):
+    for text in walker.texts("tag", json.dumps({"type": "structural_tag", "format": form}), seeds=12, finish=finish):
+        assert re.fullmatch(language, text, re.S), text
+
+
 def test_white_space_is_bounded(walker):
     for text in walker.texts("json_schema", json.dumps(SCHEMAS["nested"]), seeds=20, free=300):
         assert not re.search(r"\s{33}", re.sub(r'"(\\.|[^"\\])*"', "S", text))
@@ -242,6 +266,8 @@ def test_unsupported_keywords_are_named(walker, schema, keyword):
     ("ebnf", 'root ::= (= "a") "b"', "look-ahead"),
     ("ebnf", "root ::= [z-a]", "backwards"),
     ("ebnf", 'start: "a" <|user|>', "special token"),
+    ("tag", "5", "object"),
+    ("tag", '{"format": {"type": "grammar", "grammar": "root ::= root"}}', "no text can match"),
 ])
 def test_refusals(walker, kind, source, words):
     r = walker.refused(kind, source)
@@ -255,6 +281,10 @@ def exponential(n):
         ref = {"$ref": f"#/$defs/d{i - 1}"}
         defs[f"d{i}"] = {"allOf": [{"anyOf": [ref, {"type": "integer"}]}, {"anyOf": [ref, {"type": "null"}]}]}
     return {"$defs": defs, "$ref": f"#/$defs/d{n - 1}"}
+
+
+def tagged(form):
+    return "tag", json.dumps({"type": "structural_tag", "format": form})
 
 
 HOSTILE = {
@@ -294,6 +324,17 @@ HOSTILE = {
     "ebnf_left": ("ebnf", 'root ::= root "a" | "a"'),
     "ebnf_many": ("ebnf", "root ::= r1\n" + "".join(f"r{i} ::= \"x\" r{i + 1} | r{i + 2}\n" for i in range(1, 5000))),
     "lark_deep": ("ebnf", "start: " + "(" * 5000 + '"a"' + ")" * 5000),
+    "tag_deep": tagged(json.loads('{"type":"star","content":' * 100 + '{"type":"any_text"}' + "}" * 100)),
+    "tag_repeats": tagged({"type": "repeat", "min": 99999, "max": 99999, "content": {"type": "repeat", "min": 99999, "max": 100000, "content": ANSWER}}),
+    "tag_stars": tagged(json.loads('{"type":"star","content":' * 22 + json.dumps(ANSWER) + "}" * 22)),
+    "tag_long": tagged({"type": "const_string", "value": "x" * 200000}),
+    "tag_many": tagged({"type": "triggered_tags", "triggers": ["<"], "tags": [element(f"<{i}>", {"type": "json_schema", "json_schema": obj(
+        {f"k{i}{k}": {"type": "string", "maxLength": 90} for k in range(20)})}, "<") for i in range(256)]}),
+    "tag_grammars": tagged({"type": "or", "elements": [{"type": "grammar", "grammar": f'root ::= "{i}" root | "x"'} for i in range(256)]}),
+    "tag_excludes": tagged({"type": "any_text", "excludes": ["a" * i + "b" * (5000 - i) for i in range(16)]}),
+    "tag_count": tagged({"type": "any_text", "max_chars": 100000, "excludes": ["ab", "bc"]}),
+    "tag_triggers": tagged({"type": "dispatch", "rules": [["ab" * i + "c", WORD] for i in range(256)]}),
+    "tag_overlap": tagged({"type": "dispatch", "rules": [[f"{i:08b}", element("0" * i, {"type": "any_text"}, "1" * i + "0")] for i in range(256)]}),
     "lark_json": ("ebnf", 'start: %json {"type": "string", "maxLength": 100000}'),
 }
 

@@ -1,6 +1,7 @@
 /* Who is admitted before whom: nobody is passed over for ever. */
 #include "cmocka_all.h"
 
+#include "engine/engine.h"
 #include "nibble.h"
 
 #define DATA(name)     NBI_TEST_SOURCE_DIR "/tests/golden/data/" name
@@ -121,12 +122,60 @@ static void a_low_priority_does_not_starve(void **state)
     nb_engine_close(&e);
 }
 
+static nb_request *submit_long(nb_engine *e, uint32_t n, uint32_t max_tokens, int32_t first)
+{
+    int32_t prompt[192];
+    for (uint32_t i = 0; i < n; i++) prompt[i] = (first + (int32_t)(i * i)) % 90;
+    nb_request_options o = {.prompt = prompt, .n_prompt = n};
+    nb_request *r = NULL;
+    nb_sampling_default(e, &o.sampling);
+    o.sampling.max_tokens = max_tokens;
+    o.sampling.ignore_eos = true;
+    assert_int_equal(nb_request_submit(&r, e, &o, NULL), NB_OK);
+    return r;
+}
+
+/* The first in line waits for pages, and its prefix is not looked up in every step. */
+static void the_prefix_of_a_waiting_request_is_remembered(void **state)
+{
+    (void)state;
+    for (int lpm = 0; lpm < 2; lpm++) {
+        nb_engine_options o;
+        nb_engine *e = NULL;
+        nb_engine_stats stats;
+        bool worked;
+        nb_engine_options_default(&o);
+        o.model_dir = DATA("lite-bf16");
+        o.max_running = 2;
+        o.max_context = o.kv_tokens = 192;
+        o.schedule_policy = lpm ? "lpm" : "fcfs";
+        assert_int_equal(nb_engine_open(&e, &o, NULL), NB_OK);
+        nb_request *first = submit_long(e, 70, 40, 1);
+        assert_int_equal(nb_engine_step(e, &worked, NULL), NB_OK);
+        nb_request *second = submit_long(e, 130, 10, 2), *third = submit_long(e, 131, 10, 3);
+        assert_int_equal(nb_engine_step(e, &worked, NULL), NB_OK);
+        const uint64_t lookups = e->prefix.n_lookups;
+        assert_true(lookups > 0);
+        for (int i = 0; i < 20; i++) assert_int_equal(nb_engine_step(e, &worked, NULL), NB_OK);
+        nb_engine_get_stats(e, &stats);
+        assert_int_equal(stats.n_running, 1);
+        assert_int_equal(stats.n_waiting, 2);
+        assert_int_equal(e->prefix.n_lookups, lookups);
+        finish(e, first);
+        finish(e, second);
+        finish(e, third);
+        assert_true(e->prefix.n_lookups > lookups);
+        nb_engine_close(&e);
+    }
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(longest_prefix_first_has_a_bound),
         cmocka_unit_test(first_come_is_first_served),
         cmocka_unit_test(a_low_priority_does_not_starve),
+        cmocka_unit_test(the_prefix_of_a_waiting_request_is_remembered),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

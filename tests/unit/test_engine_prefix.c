@@ -7,8 +7,9 @@
 
 #include "engine/prefix.h"
 
-#define PAGES  200
-#define LENGTH 6 /* pages of a prompt at most */
+#define PAGES   200
+#define LENGTH  6 /* pages of a prompt at most */
+#define WAITERS 7
 
 static uint32_t rng = 12345;
 
@@ -59,7 +60,9 @@ static uint32_t one_request(nbi_prefix *p, int32_t *free_pages, uint32_t *n_free
 {
     int32_t tokens[LENGTH * NBI_PAGE_TOKENS], pages[LENGTH];
     uint32_t n = draw_prompt(tokens);
-    const uint32_t expanded = draw_expanded(n), peeked = nbi_prefix_peek(p, tokens, n, expanded);
+    nbi_prefix_place place = {0};
+    const uint32_t expanded = draw_expanded(n),
+                   peeked = nbi_prefix_peek(p, &place, tokens, n, expanded);
     uint32_t found = nbi_prefix_match(p, tokens, n, expanded, pages);
     assert_int_equal(found, peeked);
     for (uint32_t i = 0; i < found; i++) check_page(pages[i], tokens, i + 1, expanded);
@@ -77,14 +80,45 @@ static uint32_t one_request(nbi_prefix *p, int32_t *free_pages, uint32_t *n_free
     return found;
 }
 
+/* Prompts that wait while the tree changes. */
+typedef struct waiter {
+    int32_t tokens[LENGTH * NBI_PAGE_TOKENS];
+    uint32_t n, expanded;
+    nbi_prefix_place place;
+} waiter;
+
+static void draw_waiter(waiter *w)
+{
+    *w = (waiter){0};
+    w->n = draw_prompt(w->tokens);
+    w->expanded = draw_expanded(w->n);
+}
+
+/* What is remembered is what is there. */
+static void check_waiter(nbi_prefix *p, waiter *w)
+{
+    nbi_prefix_place fresh = {0};
+    uint32_t found = nbi_prefix_peek(p, &fresh, w->tokens, w->n, w->expanded);
+    assert_int_equal(nbi_prefix_peek(p, &w->place, w->tokens, w->n, w->expanded), found);
+    uint64_t lookups = p->n_lookups;
+    assert_int_equal(nbi_prefix_peek(p, &w->place, w->tokens, w->n, w->expanded), found);
+    assert_int_equal(p->n_lookups, lookups);
+}
+
 static void run(uint32_t hash_bits)
 {
+    waiter waiters[WAITERS];
     nbi_prefix p;
     int32_t free_pages[PAGES];
     uint32_t n_free = PAGES, found = 0;
     assert_int_equal(nbi_prefix_init(&p, PAGES, hash_bits, NULL), NB_OK);
     for (uint32_t i = 0; i < PAGES; i++) free_pages[i] = (int32_t)i;
-    for (int i = 0; i < 2000; i++) found += one_request(&p, free_pages, &n_free);
+    for (int k = 0; k < WAITERS; k++) draw_waiter(&waiters[k]);
+    for (int i = 0; i < 2000; i++) {
+        found += one_request(&p, free_pages, &n_free);
+        check_waiter(&p, &waiters[i % WAITERS]);
+        if (i % 50 == 0) draw_waiter(&waiters[draw(WAITERS)]);
+    }
     assert_true(found > 1000);
     assert_int_equal(n_free + p.n_cached, PAGES);
     while (nbi_prefix_evict(&p) >= 0) n_free++;
@@ -150,13 +184,45 @@ static void forms_are_told_apart(void **state)
     }
 }
 
+/* While the tree stays as it is nothing is looked up; a page that comes costs one step, a page on
+ * the way that goes all of them. */
+static void waiting_costs_few_lookups(void **state)
+{
+    (void)state;
+    nbi_prefix p;
+    nbi_prefix_place place = {0};
+    int32_t tokens[4 * NBI_PAGE_TOKENS] = {1, 2, 3}, other[NBI_PAGE_TOKENS] = {4};
+    assert_int_equal(nbi_prefix_init(&p, 8, 64, NULL), NB_OK);
+    for (int32_t i = 0; i < 3; i++)
+        assert_int_equal(nbi_prefix_insert(&p, i - 1, i, tokens + i * NBI_PAGE_TOKENS, false), i);
+    assert_int_equal(nbi_prefix_peek(&p, &place, tokens, 4, 0), 3);
+    assert_int_equal(p.n_lookups, 4);
+    for (int i = 0; i < 5; i++) assert_int_equal(nbi_prefix_peek(&p, &place, tokens, 4, 0), 3);
+    assert_int_equal(p.n_lookups, 4);
+    assert_int_equal(nbi_prefix_insert(&p, NBI_PREFIX_ROOT, 3, other, false), 3);
+    assert_int_equal(nbi_prefix_peek(&p, &place, tokens, 4, 0), 3);
+    assert_int_equal(p.n_lookups, 5);
+    assert_int_equal(nbi_prefix_insert(&p, 2, 4, tokens + (size_t)3 * NBI_PAGE_TOKENS, false), 4);
+    assert_int_equal(nbi_prefix_peek(&p, &place, tokens, 4, 0), 4);
+    assert_int_equal(p.n_lookups, 6);
+    assert_int_equal(nbi_prefix_peek(&p, &place, tokens, 2, 0), 2); /* a shorter way: anew */
+    assert_int_equal(p.n_lookups, 8);
+    assert_int_equal(nbi_prefix_peek(&p, &place, tokens, 4, 0), 4);
+    assert_int_equal(p.n_lookups, 10);
+    for (int32_t i = 4; i >= 0; i--)
+        if (i != 3) nbi_prefix_release(&p, i);
+    assert_int_equal(nbi_prefix_evict(&p), 4);
+    assert_int_equal(nbi_prefix_peek(&p, &place, tokens, 4, 0), 3);
+    assert_int_equal(p.n_lookups, 14);
+    nbi_prefix_deinit(&p);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(pages_hold_what_they_say),
-        cmocka_unit_test(collisions_change_nothing),
-        cmocka_unit_test(twins_become_one),
-        cmocka_unit_test(forms_are_told_apart),
+        cmocka_unit_test(pages_hold_what_they_say),  cmocka_unit_test(collisions_change_nothing),
+        cmocka_unit_test(twins_become_one),          cmocka_unit_test(forms_are_told_apart),
+        cmocka_unit_test(waiting_costs_few_lookups),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

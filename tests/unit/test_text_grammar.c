@@ -21,7 +21,7 @@
 #define WORDS 8192
 
 static const char *const kinds[NBI_GRAMMAR_KIND_COUNT] = {
-    "json_object", "json_schema", "json_tight", "regex", "choice", "ebnf"};
+    "json_object", "json_schema", "json_tight", "json_spaced", "regex", "choice", "ebnf", "tag"};
 
 /* ---------------------------------------------------------------- generating */
 
