@@ -25,9 +25,9 @@ nbi_backend *gpu_open_w4a4(const nbi_limits *limits)
     return open_with(limits, true, false);
 }
 
-nbi_backend *gpu_open_graphs(const nbi_limits *limits)
+nbi_backend *gpu_open_graphs(const nbi_limits *limits, bool w4a4)
 {
-    return open_with(limits, false, true);
+    return open_with(limits, w4a4, true);
 }
 
 void gpu_close(nbi_backend *b)

@@ -9,7 +9,7 @@
 /* Opens the backend under test with limits reserved; fails the test when it cannot. */
 nbi_backend *gpu_open(const nbi_limits *limits);
 nbi_backend *gpu_open_w4a4(const nbi_limits *limits);
-nbi_backend *gpu_open_graphs(const nbi_limits *limits); /* steps are recorded */
+nbi_backend *gpu_open_graphs(const nbi_limits *limits, bool w4a4); /* steps are recorded */
 void gpu_close(nbi_backend *b);
 
 /* Device memory between guard bands. gpu_floats and gpu_bytes copy from the host; gpu_poisoned is

@@ -71,7 +71,7 @@ static void run_gqa_step(const gqa_step *s, const nbi_batch *batch, uint32_t fir
     const at_gqa_case shape = {c->heads, c->kv_heads, c->dim, NBI_BF16};
     nbi_limits limits = at_gqa_limits(&shape, batch->n_rows, batch->max_len);
     limits.max_seqs = batch->n_seqs;
-    nbi_backend *b = gpu_open_graphs(&limits);
+    nbi_backend *b = gpu_open_graphs(&limits, false);
     gpu_buffer q = gpu_floats(b, s->q + first * nq, T * nq), o = gpu_poisoned(b, T * nq * 4);
     gpu_buffer k = gpu_floats(b, s->k + first * nk, T * nk);
     gpu_buffer v = gpu_floats(b, s->v + first * nk, T * nk);
@@ -179,7 +179,7 @@ static void run_mla_step(const mla_step *s, const nbi_batch *batch, uint32_t fir
     const size_t width = c->lora + c->rope, half = c->rope / 2, no = (size_t)c->heads * c->v;
     nbi_limits limits = at_mla_limits(c, batch->n_rows, batch->max_len);
     limits.max_seqs = batch->n_seqs;
-    nbi_backend *b = gpu_open_graphs(&limits);
+    nbi_backend *b = gpu_open_graphs(&limits, false);
     nb_error err = {0};
     nbi_weight *kv_b = NULL;
     assert_int_equal(b->ops->weight_prepare(b, &kv_b, &s->d.kv_b.host, &err), NB_OK);
@@ -330,7 +330,7 @@ static void bench_open(bench_step *s, op_batch *batch, nbi_limits limits, uint32
     for (uint32_t i = 0; i < n_seqs; i++) lengths[i] = length, ones[i] = 1;
     op_batch_make(batch, lengths, ones, n_seqs);
     limits.max_seqs = n_seqs;
-    *s = (bench_step){.b = gpu_open_graphs(&limits), .batch = &batch->b};
+    *s = (bench_step){.b = gpu_open_graphs(&limits, false), .batch = &batch->b};
     const bool emulated = strstr(s->b->description, "emulated") != NULL;
     s->cache_bytes = (batch->n_pages * page_bytes + 511) / 512 * 512;
     s->n_layers = emulated ? 1 : (uint32_t)(((size_t)256 << 20) / s->cache_bytes) + 1;

@@ -511,6 +511,7 @@ static void test_names(void **state)
 int main(int argc, char **argv)
 {
     op_begin(argc, argv);
+    if (op_bench) return 0; /* test_cuda_moe times them */
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_products),     cmocka_unit_test(test_places),
         cmocka_unit_test(test_oracle),       cmocka_unit_test(test_bits),

@@ -746,7 +746,7 @@ static void run_bench(void)
     static const uint32_t tokens[] = {1, 4, 8, 16, 24, 64, 512, 8192};
     nbi_limits limits = limits_for(6144, 151936, BENCH_TOKENS);
     limits.max_context = BENCH_TOKENS;
-    nbi_backend *b = gpu_open_graphs(&limits);
+    nbi_backend *b = gpu_open_graphs(&limits, false);
     const double bandwidth = gpu_bandwidth(b, BENCH_MEMORY);
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         bench k = {.b = b, .pass = (uint32_t)i * 100};

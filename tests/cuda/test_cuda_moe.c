@@ -511,10 +511,10 @@ typedef struct bench_layer {
     nbi_moe_experts e;
 } bench_layer;
 
-static void bench_make(bench_layer *l, const bench_shape *s)
+static void bench_make(bench_layer *l, const bench_shape *s, bool w4a4)
 {
     const uint32_t n = s->experts;
-    moe_make(&l->one, NBI_WEIGHT_NVFP4, NBI_WEIGHT_NVFP4, 1, 1, s->hidden, s->inter, false);
+    moe_make(&l->one, NBI_WEIGHT_NVFP4, NBI_WEIGHT_NVFP4, 1, 1, s->hidden, s->inter, w4a4);
     l->views = calloc(3 * (size_t)n, sizeof *l->views);
     for (uint32_t i = 0; i < n; i++) {
         l->views[i] = l->one.gate[0].m;
@@ -614,7 +614,7 @@ static void bench_rows(bench *k, const bench_shape *s, uint32_t rows, double ban
     const double layer = op_time(bench_step, k, 9) / k->runs;
     const double bytes = experts * 3 * s->hidden * s->inter * 9 / 16;
     const double macs = 3.0 * rows * s->top_k * s->hidden * s->inter;
-    print_message("%-12s %-12s T=%-5u %9.1f us  %6.1f experts  %7.0f GB/s  %5.1f %% of read  "
+    print_message("%-12s %-16s T=%-5u %9.1f us  %6.1f experts  %7.0f GB/s  %5.1f %% of read  "
                   "%7.1f TFLOP/s\n",
                   s->name, k->ops->name, rows, 1e6 * layer, experts, 1e-9 * bytes / layer,
                   100 * bytes / layer / bandwidth, 2e-12 * macs / layer);
@@ -629,20 +629,32 @@ static void bench_rows(bench *k, const bench_shape *s, uint32_t rows, double ban
     free(weights);
 }
 
-static void bench_one(nbi_backend *b, const bench_shape *s, double bandwidth)
+/* Runners and the rows that they are meant for. */
+typedef struct bench_runner {
+    const char *name;
+    uint32_t most;
+} bench_runner;
+
+static const bench_runner weight_only[] = {
+    {"cuda_gemv", 16}, {"cuda_stream", 128}, {"cuda_grouped", 8192}};
+static const bench_runner nvfp4_rows[] = {
+    {"cuda_grouped", 8192}, {"cuda_masked_fp4", 512}, {"cuda_grouped_fp4", 8192}};
+
+static void bench_one(nbi_backend *b, const bench_shape *s, const bench_runner *timed,
+                      double bandwidth)
 {
     static const uint32_t rows[] = {1, 2, 4, 8, 16, 32, 64, 128, 512, 8192};
     bench_layer l;
-    bench_make(&l, s);
-    static const uint32_t most[] = {16, 128, 8192}; /* rows that a runner is meant for */
+    bench_make(&l, s, b->w4a4);
     for (int r = 0; r < 3; r++) {
         bench k = {.b = b, .shape = l.e.shape, .pass = (uint32_t)r * 100 + s->inter * 1000};
         nb_error err = {0};
-        nbi_moe_runner_choose(&k.ops, runners[r], b, &k.shape, &err);
+        nbi_moe_runner_choose(&k.ops, timed[r].name, b, &k.shape, &err);
         for (int i = 0; i < 2; i++)
             if (k.ops->prepare(b, &k.layers[i], &l.e, &err) != NB_OK) fail_msg("%s", err.text);
         for (size_t i = 0; i < sizeof rows / sizeof *rows; i++)
-            if (rows[i] <= most[r] && rows[i] <= BENCH_ROWS) bench_rows(&k, s, rows[i], bandwidth);
+            if (rows[i] <= timed[r].most && rows[i] <= BENCH_ROWS)
+                bench_rows(&k, s, rows[i], bandwidth);
         for (int i = 0; i < 2; i++) k.ops->release(b, &k.layers[i]);
     }
     free(l.views);
@@ -663,10 +675,14 @@ static void run_bench(void)
     nbi_limits wide = limits;
     wide.max_rows = BENCH_ROWS;
     wide.max_context = BENCH_ROWS;
-    nbi_backend *b = gpu_open_graphs(&wide);
-    const double bandwidth = gpu_bandwidth(b, NBI_CUDA_EMULATED ? 1u << 16 : (size_t)4 << 30);
-    for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++) bench_one(b, &shapes[i], bandwidth);
-    gpu_close(b);
+    for (int w4a4 = 0; w4a4 < 2; w4a4++) {
+        nbi_backend *b = gpu_open_graphs(&wide, w4a4);
+        const double bandwidth = gpu_bandwidth(b, NBI_CUDA_EMULATED ? 1u << 16 : (size_t)4 << 30);
+        print_message("NVFP4 experts, %s\n", w4a4 ? "NVFP4 activations" : "weight-only");
+        for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++)
+            bench_one(b, &shapes[i], w4a4 ? nvfp4_rows : weight_only, bandwidth);
+        gpu_close(b);
+    }
 }
 
 int main(int argc, char **argv)
