@@ -559,6 +559,10 @@ typedef struct nb_event {
  * wait for ever). After the event that carries a finish, NB_CLOSED. */
 nb_status nb_request_read(nb_request *request, nb_event *event, int timeout_ms, nb_error *error);
 
+/* Hints, never needed, for who reads many requests in turn: this one will be read soon. Asks for
+ * its memory, and with `event`, a little later, for that of its next event. NULL is fine. */
+void nb_request_prefetch(const nb_request *request, bool event);
+
 /* Ends a request: its pages are free within one step, the next event read carries
  * NB_FINISH_CANCELLED. */
 void nb_request_cancel(nb_request *request);

@@ -1,5 +1,6 @@
 /* Requests from the user's side: submit, read, cancel, close. Any thread. */
 #include <errno.h>
+#include <stddef.h>
 #include <string.h>
 #include <time.h>
 
@@ -367,6 +368,17 @@ nb_status nb_request_read(nb_request *r, nb_event *event, int timeout_ms, nb_err
     pthread_mutex_unlock(&r->lock);
     if (made_room) nbi_engine_kick(r->engine);
     return st;
+}
+
+void nb_request_prefetch(const nb_request *r, bool event)
+{
+    if (!r) return;
+    if (event) {
+        nbi_prefetch(r->ring, sizeof(nbi_event_slot) / 2);
+        nbi_prefetch(r->text_ring, 1);
+    } else {
+        nbi_prefetch(&r->lock, offsetof(nb_request, notify) - offsetof(nb_request, lock));
+    }
 }
 
 uint32_t nb_request_cached_tokens(const nb_request *r)

@@ -1,6 +1,7 @@
 /* Replies, streams, and waiting without a thread. Called by http.c and watch.c. */
 #include "server/exchange.h"
 
+#include <stddef.h>
 #include <stdio.h>
 #include <string.h>
 
@@ -14,6 +15,7 @@
 /* libmicrohttpd takes at most this much of a stream at a time. */
 #define STREAM_BLOCK_BYTES 16384
 #define LOOK_NS            1000000000u
+#define NBI_CHUNK_BYTES    320 /* of a stream, about */
 
 /* ---------------------------------------------------------------- life */
 
@@ -143,7 +145,7 @@ static void on_notify(void *user)
     nbi_exchange_wake(user);
 }
 
-/* From here on a wake-up means something new. */
+/* From here on a wake-up means something new. The sender need not say so: who suspends does. */
 static void begin_work(nbi_exchange *ex)
 {
     pthread_mutex_lock(&ex->lock);
@@ -159,7 +161,7 @@ static bool suspend(nbi_exchange *ex)
     bool wait = !ex->signalled;
     if (wait) {
         ex->suspended = true;
-        ex->direct = nbi_sender_takes(ex);
+        ex->direct = nbi_sender_take(ex);
         MHD_suspend_connection(ex->conn);
     }
     pthread_mutex_unlock(&ex->lock);
@@ -177,9 +179,21 @@ static void look_at_clock(nbi_exchange *ex)
     atomic_store(&ex->look_ns, now + LOOK_NS);
 }
 
+void nbi_exchange_prefetch(const nbi_exchange *ex, uint32_t steps)
+{
+    const nbi_job *job = ex->job;
+    switch (steps) {
+    case 5: nbi_prefetch(ex, offsetof(nbi_exchange, trace) + sizeof ex->trace.bytes); break;
+    case 4:
+        nbi_prefetch(ex->out.data, NBI_CHUNK_BYTES);
+        nbi_job_prefetch(job, steps);
+        break;
+    default: nbi_job_prefetch(job, steps);
+    }
+}
+
 void nbi_exchange_work(nbi_exchange *ex)
 {
-    begin_work(ex);
     if (atomic_load(&ex->server->phase) == NBI_SERVER_STOPPING && !nbi_job_finished(ex->job)) {
         nbi_api_error e = {0};
         nbi_api_fail(&e, 503, "shutting_down", NULL, "the server is shutting down");
@@ -258,6 +272,7 @@ static ssize_t read_stream(void *cls, uint64_t pos, char *buf, size_t max)
             return ex->job->cut ? MHD_CONTENT_READER_END_WITH_ERROR
                                 : MHD_CONTENT_READER_END_OF_STREAM;
         }
+        begin_work(ex);
         nbi_exchange_work(ex);
         if (atomic_load(&ex->gone)) return MHD_CONTENT_READER_END_WITH_ERROR;
         bool idle = !ex->out.len && !ex->job->ended;
@@ -323,6 +338,7 @@ enum MHD_Result nbi_exchange_continue(nbi_exchange *ex)
     for (;;) {
         if (job->params.stream && !job->error.http && !nbi_job_is_pending(job))
             return begin_stream(ex);
+        begin_work(ex);
         nbi_exchange_work(ex);
         if (atomic_load(&ex->gone)) return MHD_NO;
         if (job->error.http || (!job->params.stream && nbi_job_finished(job))) {

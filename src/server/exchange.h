@@ -25,15 +25,30 @@ extern "C" {
 typedef struct nbi_route nbi_route;
 
 struct nbi_exchange {
-    nbi_server *server;
-    struct MHD_Connection *conn;
+    /* Touched for every piece of a stream: the first lines of the exchange, and no more. */
+    pthread_mutex_t lock;
+    bool signalled, suspended; /* under lock */
+    bool direct;               /* under lock: suspended, and the sender's */
+    bool watched;
+    bool blocked;          /* the sender's: the client does not read */
+    atomic_bool writable;  /* or perhaps reads again */
+    atomic_bool gone;      /* the client has closed the connection */
+    atomic_bool started;   /* the whole request is there: it is owed a reply */
+    uint64_t queued_round; /* of the sender's queue, under its lock */
+    uint32_t queued_at;
     int socket; /* of conn; -1: none */
+    nbi_server *server;
+    nbi_job *job; /* set under the server's lock */
+    nbi_buf out;  /* stream: bytes for the client */
+    size_t out_done;
+    nbi_trace trace;
+
+    struct MHD_Connection *conn;
     const nbi_route *route;
     const char *rest;          /* the URL behind the route's path; valid while the headers are */
     nbi_exchange *prev, *next; /* the server's list, under its lock */
     uint64_t serial;           /* never used twice */
     uint64_t begin_ns;
-    nbi_trace trace;
     atomic_uint_fast64_t look_ns; /* when the job wants to look at the clock; 0: never */
 
     bool preflight;    /* the reply says what other origins may (cors.h) */
@@ -45,26 +60,10 @@ struct nbi_exchange {
     bool is_post;
     const char *content_type; /* static; NULL: application/json */
 
-    nbi_job *job; /* set under the server's lock */
-    nbi_buf out;  /* stream: bytes for the client */
-    size_t out_done;
-
-    pthread_mutex_t lock;
-    bool signalled, suspended; /* under lock */
-    bool direct;               /* under lock: suspended, and the sender's */
-    bool watched;
     uint64_t client; /* nbi_client_of() */
     bool http_1_1;
     bool plain_chunks; /* the stream's chunks may be written to the socket by us */
     bool broken;       /* a chunk was sent in part and will not be completed */
-
-    nbi_exchange *send_prev, *send_next; /* the sender's queue, under its lock, like `queued` */
-    bool queued;
-    bool blocked;         /* the sender's: the client does not read */
-    atomic_bool writable; /* or perhaps reads again */
-
-    atomic_bool gone;    /* the client has closed the connection */
-    atomic_bool started; /* the whole request is there: it is owed a reply */
 };
 
 /* NULL when out of memory. Enters the server's list. */
@@ -81,6 +80,11 @@ void nbi_exchange_wake(nbi_exchange *ex);
 
 /* Moves the job on as far as it goes; a stream's bytes go to ex->out. For who owns the exchange. */
 void nbi_exchange_work(nbi_exchange *ex);
+/* nbi_exchange_work() will be called soon: asks for the memory that it needs. `steps` from
+ * NBI_EXCHANGE_STEPS down to 1, in that order, with other work between: each follows the pointers
+ * that the one before asked for. */
+#define NBI_EXCHANGE_STEPS 5u
+void nbi_exchange_prefetch(const nbi_exchange *ex, uint32_t steps);
 
 /* The body is there: begin the job and reply, or wait. */
 enum MHD_Result nbi_exchange_begin(nbi_exchange *ex, const nbi_surface *surface);

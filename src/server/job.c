@@ -1,6 +1,7 @@
 /* The life of an API request that is the same for every surface. Called by exchange.c. */
 #include "server/job.h"
 
+#include <stddef.h>
 #include <stdio.h>
 #include <string.h>
 #include <time.h>
@@ -100,6 +101,8 @@ static nb_status make_choices(nbi_job *job, nbi_api_error *e)
     for (uint32_t i = 0; i < job->n_choices; i++) {
         nbi_choice *c = &job->choices[i];
         c->job = job;
+        c->event = job->hooks.event;
+        c->event_user = job->hooks.user;
         c->index = i;
         c->prompt = i / job->per_prompt;
         c->matched_id = c->matched_string = -1;
@@ -116,7 +119,7 @@ static void on_notify(void *user)
 {
     nbi_choice *choice = user;
     atomic_store(&choice->signalled, true);
-    choice->job->hooks.event(choice->job->hooks.user);
+    choice->event(choice->event_user);
 }
 
 /* Which answers are shown, and in which order, is known when all are done. */
@@ -288,6 +291,7 @@ void nbi_job_close(nbi_job **out)
         nb_request_close(&c->request);
         nbi_grammar_close(&c->grammar); /* the engine has a share of it */
         nbi_buf_free(&c->text);
+        nbi_buf_free(&c->lead);
         nbi_answer_free(&c->answer);
         nbi_logprobs_free(&c->logprobs);
         nbi_logprobs_free(&c->prompt_logprobs);
@@ -495,6 +499,16 @@ nb_status nbi_job_write_prompt_ids(const nbi_job *job, const nbi_choice *c, nbi_
     return nbi_buf_add(out, "]", 1);
 }
 
+nb_status nbi_job_write_lead(const nbi_job *job, nbi_choice *c, const char *key, nbi_buf *out)
+{
+    if (!c->lead.len) {
+        nb_status status =
+            nbi_buf_addf(&c->lead, "data: %s{\"index\":%u,%s", job->head.data, c->index, key);
+        if (status != NB_OK) return status;
+    }
+    return nbi_buf_add(out, c->lead.data, c->lead.len);
+}
+
 nb_status nbi_job_write_tail(const nbi_job *job, const nbi_choice *choice, nbi_buf *out)
 {
     if (job->params.continuous_usage) {
@@ -652,6 +666,25 @@ static void fail_writing(nbi_job *job, nbi_buf *out, size_t before)
     nbi_api_no_memory(&e, "this request");
     nbi_job_fail(job, &e);
     out->len = before;
+}
+
+void nbi_job_prefetch(const nbi_job *job, uint32_t steps)
+{
+    const nbi_choice *c = job->choices; /* of several answers the first */
+    switch (steps) {
+    case 4:
+        nbi_prefetch(job, offsetof(nbi_job, error) + sizeof job->error.http);
+        nbi_prefetch(&job->params, offsetof(nbi_params, sampling));
+        break;
+    case 3: nbi_prefetch(c, offsetof(nbi_choice, logprobs) + sizeof c->logprobs.n); break;
+    case 2:
+        nb_request_prefetch(c->request, false);
+        nbi_prefetch(c->lead.data, c->lead.len);
+        nbi_prefetch(c->text.data, 1);
+        break;
+    case 1: nb_request_prefetch(c->request, true); break;
+    default: break;
+    }
 }
 
 void nbi_job_pump(nbi_job *job, nbi_buf *out)

@@ -32,32 +32,46 @@ typedef struct nbi_prompt {
     size_t n_text;
 } nbi_prompt;
 
+/* How a job says that nbi_job_pump() has something to do. Neither may block. */
+typedef struct nbi_job_hooks {
+    void (*notify)(void *user); /* from any thread */
+    void (*event)(void *user);  /* from the engine's, whose nb_engine_on_step() function follows */
+    void *user;
+    uint64_t client; /* nb_request_options.client */
+} nbi_job_hooks;
+
 /* One answer. In a stream the buffers hold what was not sent yet, else all of it. */
 typedef struct nbi_choice {
+    /* Touched for every piece of a stream, the first line by the engine's thread too. */
     nbi_job *job;
+    void (*event)(void *user); /* the job's hook */
+    void *event_user;
+    atomic_bool signalled; /* the engine has said that something can be read */
+    atomic_bool done;
+    bool opened; /* stream: the first event was written */
+    bool has_reasoning;
+    nb_finish finish;
     uint32_t index, prompt;
     nb_request *request;
-    nbi_grammar *grammar;  /* of the job's constraint */
-    atomic_bool signalled; /* the engine has said that something can be read */
-    bool opened;           /* stream: the first event was written */
-    atomic_bool done;
-    nb_finish finish;
+    uint32_t n_tokens, n_reasoning; /* the second counts only when has_reasoning */
+    nbi_buf text;                   /* completions */
+    nbi_buf lead;           /* what all its events begin with; empty until the first is written */
+    nbi_buf ids;            /* of the answer, "1,2,3"; only where surface or client ask for them */
+    nbi_reasoning splitter; /* chat: reasoning and content */
+    nbi_answer answer;      /* chat */
+    nbi_logprobs logprobs;
+
+    nbi_logprobs prompt_logprobs;
+    nbi_logprobs native;                /* the answer's once more, for params.return_meta */
+    nbi_grammar *grammar;               /* of the job's constraint */
     int32_t matched_id, matched_string; /* as in nb_event */
-    uint32_t n_tokens, n_reasoning;     /* the second counts only when has_reasoning */
     uint32_t n_shown;                   /* stream: of n_tokens, in events */
     uint32_t n_prompt_seen;             /* prompt tokens whose log-probability was looked at */
     double sum_logprob;                 /* of the answer; to rank by */
     bool outranked;                     /* left out of the reply */
     atomic_bool was_aborted;            /* by nbi_job_abort() */
-    size_t n_chars;    /* characters of prompt (with echo) and answer so far, for text offsets */
-    nbi_buf text;      /* completions */
-    nbi_answer answer; /* chat */
-    nbi_reasoning splitter; /* chat: reasoning and content */
-    bool has_reasoning;
-    nbi_logprobs logprobs, prompt_logprobs;
-    nbi_logprobs native; /* the answer's once more, for params.return_meta */
-    nbi_buf ids;         /* of the answer, "1,2,3"; only where surface or client ask for them */
-    nbi_buf whole;       /* the text of all events, for the log; empty unless served->keep_text */
+    size_t n_chars; /* characters of prompt (with echo) and answer so far, for text offsets */
+    nbi_buf whole;  /* the text of all events, for the log; empty unless served->keep_text */
 } nbi_choice;
 
 /* What an API surface decides. */
@@ -108,34 +122,35 @@ extern const nbi_surface nbi_surface_tokenize;     /* vLLM's */
 extern const nbi_surface nbi_surface_detokenize;   /* vLLM's */
 extern const nbi_surface nbi_surface_health;       /* /health_generate */
 
-/* How a job says that nbi_job_pump() has something to do. Neither may block. */
-typedef struct nbi_job_hooks {
-    void (*notify)(void *user); /* from any thread */
-    void (*event)(void *user);  /* from the engine's, whose nb_engine_on_step() function follows */
-    void *user;
-    uint64_t client; /* nb_request_options.client */
-} nbi_job_hooks;
-
 struct nbi_job {
+    /* Touched for every piece of a stream: up to error.http, and the first lines of params. */
     const nbi_surface *surface;
-    const nbi_served *served;   /* the model; outlives the job */
-    const nbi_api_facts *facts; /* the same, for validation */
-    nbi_arena arena;            /* prompts, stop strings */
-    nbi_params params;
+    const nbi_served *served; /* the model; outlives the job */
+    nbi_choice *choices;      /* [n_choices] choice c answers prompt c / per_prompt */
+    uint32_t n_choices, n_done;
+    nbi_grammar_order *order; /* grammars being compiled; NULL: none */
+    nbi_buf head;             /* {"id":...,"choices":[ */
     bool echo;                /* completions: the prompt is part of the text */
-    const char *echo_text;    /* chat: the content begins with it, in the arena; NULL: none */
     bool separate_reasoning;  /* chat: false leaves the thinking in the content */
     bool include_reasoning;   /* chat: false drops it */
-    json_t *chat;             /* chat: what nbi_chat_encode() takes; until it is encoded */
-    bool starts_in_reasoning; /* chat: the prompt has opened the thinking */
-    bool thinking_closed;     /* chat: or closed it */
-    json_t *tools;            /* chat: those that may be called; NULL: none */
-    bool one_call;            /* chat: calls after the first are left out */
-    bool forced_calls;        /* chat: the answer is the JSON list of calls that a grammar makes */
-    nbi_constraint constraint;
-    nbi_grammar_order *order; /* grammars being compiled; NULL: none */
+    bool ended;               /* stream: the last event was written */
+    bool cut;                 /* stream: or could not be; what was sent must not look complete */
     atomic_bool submitted;    /* choices[].request are written */
-    void *state;              /* of the surface, in the arena */
+    uint32_t per_prompt;      /* answers computed for every prompt */
+    nbi_api_error error;      /* http != 0: the job has failed */
+    nbi_params params;
+
+    const nbi_api_facts *facts; /* the model's, for validation */
+    nbi_arena arena;            /* prompts, stop strings */
+    const char *echo_text;      /* chat: the content begins with it, in the arena; NULL: none */
+    json_t *chat;               /* chat: what nbi_chat_encode() takes; until it is encoded */
+    bool starts_in_reasoning;   /* chat: the prompt has opened the thinking */
+    bool thinking_closed;       /* chat: or closed it */
+    json_t *tools;              /* chat: those that may be called; NULL: none */
+    bool one_call;              /* chat: calls after the first are left out */
+    bool forced_calls; /* chat: the answer is the JSON list of calls that a grammar makes */
+    nbi_constraint constraint;
+    void *state; /* of the surface, in the arena */
     char id[NBI_ID_BYTES];
     const char *name;         /* what the client calls the request, in the arena; NULL: nothing */
     bool name_is_id;          /* and wants it called in the reply */
@@ -144,15 +159,8 @@ struct nbi_job {
     uint64_t begin_ns;        /* on the clock of nbi_now_ns() */
     nb_count count;           /* what the engine's counters take of it */
     const char *prompt_field; /* what errors about a prompt name; NULL: the surface's. Static */
-    uint32_t per_prompt;      /* answers computed for every prompt */
     nbi_prompt *prompts;      /* [n_prompts], in the arena */
     uint32_t n_prompts;
-    nbi_choice *choices; /* [n_choices] choice c answers prompt c / per_prompt */
-    uint32_t n_choices, n_done;
-    nbi_buf head;        /* {"id":...,"choices":[ */
-    nbi_api_error error; /* http != 0: the job has failed */
-    bool ended;          /* stream: the last event was written */
-    bool cut;            /* stream: or could not be; what was sent must not look complete */
     nbi_job_hooks hooks;
 };
 
@@ -164,6 +172,10 @@ nb_status nbi_job_open(nbi_job **out, const nbi_surface *surface, const nbi_serv
 /* Is a grammar still being compiled? Until it is there the job may fail with a status of its own,
  * and a stream has not begun; notify says when to pump. */
 bool nbi_job_is_pending(const nbi_job *job);
+
+/* nbi_job_pump() will be called soon: asks for memory, `steps` from 4 to 1 as in
+ * nbi_exchange_prefetch(). */
+void nbi_job_prefetch(const nbi_job *job, uint32_t steps);
 
 /* Reads what the engine has ready. With params.stream, appends events to *out; the last of them is
  * [DONE]. Failures end up in job->error (and, in a stream, in an error event). */
@@ -200,6 +212,9 @@ nb_status nbi_job_write_usage(const nbi_job *job, const nbi_choice *choice, nbi_
 nb_status nbi_job_write_ids(const nbi_job *job, nbi_choice *choice, nbi_buf *out);
 /* `,"prompt_token_ids":[...]` */
 nb_status nbi_job_write_prompt_ids(const nbi_job *job, const nbi_choice *choice, nbi_buf *out);
+/* `data: {...,"choices":[{"index":N,` and `key`, with which all events of a choice begin: kept by
+ * the choice, so `key` is always the same. */
+nb_status nbi_job_write_lead(const nbi_job *job, nbi_choice *choice, const char *key, nbi_buf *out);
 /* What follows the choices in a stream event: usage where asked for, the end of the event. */
 nb_status nbi_job_write_tail(const nbi_job *job, const nbi_choice *choice, nbi_buf *out);
 /* `,"finish_reason":...,"stop_reason":...,"matched_stop":...`; nulls while the choice runs on. */

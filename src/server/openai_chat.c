@@ -186,11 +186,9 @@ static nb_status write_extra(nbi_job *job, nbi_buf *out)
 
 /* ---------------------------------------------------------------- stream */
 
-static nb_status begin_event(const nbi_job *job, const nbi_choice *c, nbi_buf *out)
+static nb_status begin_event(const nbi_job *job, nbi_choice *c, nbi_buf *out)
 {
-    NB_TRY(nbi_buf_add(out, "data: ", 6));
-    NB_TRY(nbi_buf_add(out, job->head.data, job->head.len));
-    return nbi_buf_addf(out, "{\"index\":%u,\"delta\":{", c->index);
+    return nbi_job_write_lead(job, c, "\"delta\":{", out);
 }
 
 /* Closes the delta. The first event after tokens carries their log-probabilities and ids. */

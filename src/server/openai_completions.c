@@ -56,10 +56,9 @@ static nb_status take(nbi_job *job, nbi_choice *c, const nb_event *event)
     return nbi_buf_add(&c->text, event->text, event->n_text);
 }
 
-/* {"index":..,"text":..,"logprobs":..,"finish_reason":..}; in a stream the first has the prompt. */
-static nb_status write_choice(nbi_job *job, nbi_choice *c, nbi_buf *out)
+/* What follows `"text":`; in a stream the first has the prompt. */
+static nb_status write_rest(nbi_job *job, nbi_choice *c, nbi_buf *out)
 {
-    NB_TRY(nbi_buf_addf(out, "{\"index\":%u,\"text\":", c->index));
     NB_TRY(nbi_json_quote(out, c->text.data ? c->text.data : "", c->text.len));
     NB_TRY(nbi_buf_add(out, ",\"logprobs\":", 12));
     if (c->logprobs.n) {
@@ -80,12 +79,18 @@ static nb_status write_choice(nbi_job *job, nbi_choice *c, nbi_buf *out)
     return nbi_buf_add(out, "}", 1);
 }
 
+/* {"index":..,"text":..,"logprobs":..,"finish_reason":..} */
+static nb_status write_choice(nbi_job *job, nbi_choice *c, nbi_buf *out)
+{
+    NB_TRY(nbi_buf_addf(out, "{\"index\":%u,\"text\":", c->index));
+    return write_rest(job, c, out);
+}
+
 static nb_status write_delta(nbi_job *job, nbi_choice *c, nbi_buf *out)
 {
     if (!c->text.len && !c->logprobs.n && !c->ids.len && !c->done) return NB_OK;
-    NB_TRY(nbi_buf_add(out, "data: ", 6));
-    NB_TRY(nbi_buf_add(out, job->head.data, job->head.len));
-    NB_TRY(write_choice(job, c, out));
+    NB_TRY(nbi_job_write_lead(job, c, "\"text\":", out));
+    NB_TRY(write_rest(job, c, out));
     nbi_buf_clear(&c->text);
     NB_TRY(nbi_buf_add(out, "]", 1));
     return nbi_job_write_tail(job, c, out);

@@ -28,9 +28,9 @@ typedef struct nbi_api_facts {
 } nbi_api_facts;
 
 typedef struct nbi_params {
-    nb_sampling sampling; /* stop strings are borrowed from the body */
-    uint32_t n;           /* answers per prompt */
-    uint32_t best_of;     /* of how many that are computed; n unless the surface ranks them */
+    /* What is looked at for every piece of a stream comes first. */
+    uint32_t n;       /* answers per prompt */
+    uint32_t best_of; /* of how many that are computed; n unless the surface ranks them */
     bool has_max_tokens;
     uint32_t max_tokens;          /* when has_max_tokens; may be 0 where the surface allows it */
     const char *max_tokens_field; /* the name the client used; static */
@@ -54,6 +54,7 @@ typedef struct nbi_params {
     int32_t priority;              /* as in nb_request_options */
     const json_t *allowed;         /* allowed_token_ids, borrowed from the body; NULL: none */
     const json_t *bad_words;       /* the same */
+    nb_sampling sampling;          /* stop strings are borrowed from the body */
     nb_logit_bias bias[NB_LOGIT_BIAS_MAX]; /* what sampling.logit_bias points to */
 } nbi_params;
 

@@ -14,37 +14,39 @@ struct nbi_sender {
     bool started;
     pthread_mutex_t lock; /* guards what follows */
     pthread_cond_t work;
-    nbi_exchange *head, *tail;
-    uint32_t n_queued;
+    nbi_exchange **queue; /* [capacity], n_queued in use */
+    uint32_t n_queued, n_direct;
+    uint64_t round; /* how often the queue was taken; it is what is queued in this one */
     bool sleeping;
     atomic_bool stopping;
     pthread_mutex_t turn; /* held while exchanges are worked on; before every other lock */
+    nbi_exchange **taken; /* [capacity] of who has the turn */
+    uint32_t capacity;
 };
 
 /* ---------------------------------------------------------------- queue */
 
-bool nbi_sender_takes(const nbi_exchange *ex)
+bool nbi_sender_take(nbi_exchange *ex)
 {
-    const nbi_sender *s = ex->server->sender;
+    nbi_sender *s = ex->server->sender;
     if (!s || !s->started || atomic_load(&s->stopping) || !ex->watched) return false;
-    return !ex->job->params.stream || ex->plain_chunks;
+    if (ex->job->params.stream && !ex->plain_chunks) return false;
+    pthread_mutex_lock(&s->lock);
+    bool fits = s->n_direct < s->capacity;
+    s->n_direct += fits;
+    pthread_mutex_unlock(&s->lock);
+    return fits;
 }
 
 void nbi_sender_push(nbi_exchange *ex)
 {
     nbi_sender *s = ex->server->sender;
     pthread_mutex_lock(&s->lock);
-    if (!ex->queued) {
-        ex->queued = true;
-        ex->send_next = NULL;
-        ex->send_prev = s->tail;
-        if (s->tail) {
-            s->tail->send_next = ex;
-        } else {
-            s->head = ex;
-        }
-        s->tail = ex;
-        s->n_queued++;
+    if (ex->queued_round != s->round) {
+        NB_ASSERT(s->n_queued < s->capacity);
+        ex->queued_round = s->round;
+        ex->queued_at = s->n_queued;
+        s->queue[s->n_queued++] = ex;
     }
     pthread_mutex_unlock(&s->lock);
 }
@@ -52,26 +54,18 @@ void nbi_sender_push(nbi_exchange *ex)
 /* Called with the sender's lock held. */
 static void unlink_queued(nbi_sender *s, nbi_exchange *ex)
 {
-    if (!ex->queued) return;
-    ex->queued = false;
-    s->n_queued--;
-    if (ex->send_prev) {
-        ex->send_prev->send_next = ex->send_next;
-    } else {
-        s->head = ex->send_next;
-    }
-    if (ex->send_next) {
-        ex->send_next->send_prev = ex->send_prev;
-    } else {
-        s->tail = ex->send_prev;
-    }
+    if (ex->queued_round != s->round) return;
+    nbi_exchange *last = s->queue[--s->n_queued];
+    s->queue[ex->queued_at] = last;
+    last->queued_at = ex->queued_at;
+    ex->queued_round = 0;
 }
 
 void nbi_sender_kick(nbi_server *server)
 {
     nbi_sender *s = server->sender;
     pthread_mutex_lock(&s->lock);
-    bool wake = s->sleeping && s->head;
+    bool wake = s->sleeping && s->n_queued;
     if (wake) s->sleeping = false;
     pthread_mutex_unlock(&s->lock);
     if (wake) pthread_cond_signal(&s->work);
@@ -88,6 +82,7 @@ static void give_back(nbi_sender *s, nbi_exchange *ex)
     pthread_mutex_lock(&ex->lock);
     pthread_mutex_lock(&s->lock);
     unlink_queued(s, ex);
+    s->n_direct--;
     pthread_mutex_unlock(&s->lock);
     ex->direct = ex->suspended = false;
     MHD_resume_connection(ex->conn);
@@ -189,13 +184,32 @@ static void process(nbi_sender *s, nbi_exchange *ex)
     }
 }
 
-static nbi_exchange *take_queued(nbi_sender *s)
+/* Takes all that is queued, unless that is more than `most`; returns how many. Called with the
+ * turn. */
+static uint32_t take_queued(nbi_sender *s, uint32_t most)
 {
     pthread_mutex_lock(&s->lock);
-    nbi_exchange *ex = s->head;
-    if (ex) unlink_queued(s, ex);
+    uint32_t n = s->n_queued <= most ? s->n_queued : 0;
+    if (n) {
+        nbi_exchange **queue = s->queue;
+        s->queue = s->taken;
+        s->taken = queue;
+        s->n_queued = 0;
+        s->round++;
+    }
     pthread_mutex_unlock(&s->lock);
-    return ex;
+    return n;
+}
+
+static void process_all(nbi_sender *s, uint32_t n)
+{
+    for (uint32_t i = 0; i < n + NBI_EXCHANGE_STEPS && !atomic_load(&s->stopping); i++) {
+        for (uint32_t steps = NBI_EXCHANGE_STEPS; steps; steps--) {
+            uint32_t k = i - (NBI_EXCHANGE_STEPS - steps);
+            if (k < n) nbi_exchange_prefetch(s->taken[k], steps);
+        }
+        if (i >= NBI_EXCHANGE_STEPS) process(s, s->taken[i - NBI_EXCHANGE_STEPS]);
+    }
 }
 
 /* Called by the engine's thread. */
@@ -210,8 +224,8 @@ void nbi_sender_after_step(void *user)
         nbi_sender_kick(server);
         return;
     }
-    nbi_exchange *ex;
-    for (uint32_t i = 0; i < INLINE_MAX && (ex = take_queued(s)); i++) process(s, ex);
+    uint32_t n = take_queued(s, INLINE_MAX);
+    for (uint32_t i = 0; i < n; i++) process(s, s->taken[i]);
     pthread_mutex_unlock(&s->turn);
     nbi_sender_kick(server); /* what came meanwhile */
 }
@@ -223,7 +237,7 @@ static void wait_for_work(nbi_sender *s)
 {
     pthread_mutex_unlock(&s->turn);
     pthread_mutex_lock(&s->lock);
-    if (!s->head && !atomic_load(&s->stopping)) {
+    if (!s->n_queued && !atomic_load(&s->stopping)) {
         s->sleeping = true;
         pthread_cond_wait(&s->work, &s->lock);
         s->sleeping = false;
@@ -253,8 +267,8 @@ static void *run(void *arg)
     nbi_sender *s = arg;
     pthread_mutex_lock(&s->turn);
     while (!atomic_load(&s->stopping)) {
-        nbi_exchange *ex;
-        while (!atomic_load(&s->stopping) && (ex = take_queued(s))) process(s, ex);
+        uint32_t n;
+        while (!atomic_load(&s->stopping) && (n = take_queued(s, UINT32_MAX))) process_all(s, n);
         wait_for_work(s);
     }
     give_back_all(s);
@@ -267,10 +281,15 @@ nb_status nbi_sender_start(nbi_server *server, nb_error *err)
     nbi_sender *s = nbi_calloc(1, sizeof *s);
     if (!s) return nbi_fail(err, NB_NO_MEMORY, "no memory for the server");
     s->server = server;
+    s->round = 1;
+    s->capacity = server->options.max_connections;
     pthread_mutex_init(&s->lock, NULL);
     pthread_mutex_init(&s->turn, NULL);
     pthread_cond_init(&s->work, NULL);
     server->sender = s;
+    s->queue = nbi_calloc(s->capacity, sizeof(nbi_exchange *));
+    s->taken = nbi_calloc(s->capacity, sizeof(nbi_exchange *));
+    if (!s->queue || !s->taken) return nbi_fail(err, NB_NO_MEMORY, "no memory for the server");
     int failed = pthread_create(&s->thread, NULL, run, s);
     if (failed) return nbi_fail(err, NB_IO, "cannot start a thread: %s", strerror(failed));
     pthread_setname_np(s->thread, "sender");
@@ -296,6 +315,8 @@ void nbi_sender_free(nbi_server *server)
     pthread_mutex_destroy(&s->lock);
     pthread_mutex_destroy(&s->turn);
     pthread_cond_destroy(&s->work);
+    nbi_free((void *)s->queue);
+    nbi_free((void *)s->taken);
     nbi_free(s);
     server->sender = NULL;
 }

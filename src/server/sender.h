@@ -24,8 +24,8 @@ nb_status nbi_sender_start(nbi_server *server, nb_error *err);
 void nbi_sender_stop(nbi_server *server);
 void nbi_sender_free(nbi_server *server);
 
-/* May this exchange go to the sender? Called with the exchange's lock held. */
-bool nbi_sender_takes(const nbi_exchange *ex);
+/* Gives the exchange to the sender if it may go there. Called with the exchange's lock held. */
+bool nbi_sender_take(nbi_exchange *ex);
 /* Queues an exchange that the sender has; does not wake it. Called with the exchange's lock held.
  */
 void nbi_sender_push(nbi_exchange *ex);

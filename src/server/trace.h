@@ -18,11 +18,11 @@ typedef struct nbi_server nbi_server;
 #define NBI_REQUEST_ID_MAX 128
 
 typedef struct nbi_trace {
+    uint64_t bytes;  /* of the reply's body: whole, or what a stream has given so far */
+    unsigned status; /* of the reply that was queued; 0: none */
     char id[NBI_REQUEST_ID_MAX + 1]; /* X-Request-Id, the client's or made here */
     char method[16];
-    char path[256];  /* cut where it is longer */
-    unsigned status; /* of the reply that was queued; 0: none */
-    uint64_t bytes;  /* of its body: whole, or what a stream has given so far */
+    char path[256]; /* cut where it is longer */
 } nbi_trace;
 
 /* The request's headers are there. */
