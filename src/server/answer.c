@@ -127,14 +127,31 @@ static nb_status add_content(nbi_answer *a, const char *text, size_t n)
     return add_items(a, items, n_items);
 }
 
+/* The thinking that was kept back. */
+static nb_status show_thinking(nbi_answer *a)
+{
+    size_t from = a->n_shown;
+    if (!a->thinking_whole || a->thinking.len == from) return NB_OK;
+    a->n_shown = a->thinking.len;
+    return add_text(a, NBI_PIECE_THINKING, 0, a->thinking.data + from, a->thinking.len - from);
+}
+
+static void forget_thinking(nbi_answer *a)
+{
+    nbi_buf_free(&a->thinking);
+    a->n_shown = 0;
+}
+
 static nb_status add_spans(nbi_answer *a, const nbi_span *spans, size_t n)
 {
     for (size_t i = 0; i < n; i++) {
         if (spans[i].kind == NBI_SPAN_CONTENT) {
+            NB_TRY(show_thinking(a));
             NB_TRY(add_content(a, spans[i].text, spans[i].n));
             continue;
         }
         NB_TRY(nbi_buf_add(&a->thinking, spans[i].text, spans[i].n));
+        if (a->thinking_whole) continue;
         NB_TRY(add_text(a, NBI_PIECE_THINKING, 0, spans[i].text, spans[i].n));
     }
     return NB_OK;
@@ -149,8 +166,9 @@ static nb_status finish(nbi_answer *a, nbi_reasoning *splitter, bool stopped)
     bool unclosed = false;
     size_t n = nbi_reasoning_finish(splitter, stopped, spans, &unclosed);
     NB_TRY(add_spans(a, spans, n));
+    NB_TRY(show_thinking(a));
     if (unclosed && !a->calls_only) NB_TRY(add_content(a, a->thinking.data, a->thinking.len));
-    nbi_buf_free(&a->thinking);
+    forget_thinking(a);
     if (!a->parser) return NB_OK;
     NB_TRY(nbi_tool_parser_finish(a->parser, stopped, &items, &n_items, NULL));
     return add_items(a, items, n_items);
@@ -164,6 +182,8 @@ nb_status nbi_answer_take(nbi_answer *answer, nbi_reasoning *splitter, const nb_
     if (event->finish != NB_FINISH_NONE) {
         return finish(answer, splitter, event->finish == NB_FINISH_STOP);
     }
-    if (answer->thinking.data && !nbi_reasoning_inside(splitter)) nbi_buf_free(&answer->thinking);
+    if (!answer->thinking.data || nbi_reasoning_inside(splitter)) return NB_OK;
+    NB_TRY(show_thinking(answer));
+    forget_thinking(answer);
     return NB_OK;
 }

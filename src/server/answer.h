@@ -39,9 +39,11 @@ typedef struct nbi_answer {
     nbi_tool_parser *parser;  /* NULL: all is content */
     bool first_call_only;     /* further calls are left out */
     bool calls_only;          /* so is all text that is no thinking */
+    bool thinking_whole;      /* thinking is one piece, which comes when it is over */
     bool in_call, skips_call; /* between CALL and END; of a call that is left out */
     uint32_t n_calls;         /* begun and kept */
     nbi_buf thinking;         /* all of it while it may still turn out to be the answer */
+    size_t n_shown;           /* of it, in pieces so far, with thinking_whole */
     nbi_buf held;             /* content found inside a call */
 } nbi_answer;
 

@@ -122,6 +122,7 @@ nb_status nbi_job_begin_chat(nbi_job *job, nbi_choice *c)
     nbi_reasoning_init(&c->splitter, kind, job->starts_in_reasoning);
     NB_TRY(nbi_answer_init(&c->answer, form, job->tools, job->one_call, NULL));
     c->answer.calls_only = job->forced_calls; /* what is no call is a piece of the list of calls */
+    c->answer.thinking_whole = job->whole_reasoning;
     if (!job->echo_text) return NB_OK;
     return nbi_answer_add_content(&c->answer, job->echo_text, strlen(job->echo_text));
 }

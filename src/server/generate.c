@@ -72,7 +72,8 @@ static nb_status refuse_unsupported(const json_t *body, nbi_api_error *e)
                                          "lora_path",
                                          "session_params",
                                          "custom_logit_processor"};
-    static const char *const switches[] = {"return_hidden_states", "return_routed_experts"};
+    static const char *const switches[] = {"return_hidden_states", "return_routed_experts",
+                                           "return_entropy"};
     for (size_t i = 0; i < sizeof values / sizeof *values; i++) {
         if (nbi_field(body, values[i])) {
             return nbi_api_field(e, values[i], "not supported by this server");
@@ -129,11 +130,10 @@ static nb_status read_logprobs(nbi_job *job, nbi_generate *g, const json_t *body
     return NB_OK;
 }
 
-/* One name for the request, or one for every prompt. */
-static nb_status read_rids(nbi_job *job, const json_t *body, nbi_api_error *e)
+nb_status nbi_generate_read_rids(nbi_job *job, const json_t *rid, const json_t *prompt,
+                                 nbi_api_error *e)
 {
-    const char *field;
-    const json_t *rid = nbi_field(body, "rid"), *prompt = prompt_of(body, &field), *value;
+    const json_t *value;
     size_t i, n = nbi_prompts_are_batch(prompt) ? json_array_size(prompt) : 1;
     if (!rid) return NB_OK;
     job->name_is_id = true;
@@ -156,6 +156,7 @@ static nb_status read_rids(nbi_job *job, const json_t *body, nbi_api_error *e)
 static nb_status read(nbi_job *job, const json_t *body, nbi_api_error *e)
 {
     nbi_generate *g = job->state = nbi_arena_alloc(&job->arena, sizeof *g);
+    const char *field;
     int64_t priority = 0;
     if (!g) return nbi_api_no_memory(e, "this request");
     NB_TRY(read_sampling(job, g, body, e));
@@ -163,7 +164,7 @@ static nb_status read(nbi_job *job, const json_t *body, nbi_api_error *e)
     NB_TRY(nbi_field_bool(&job->params.stream, body, "", "stream", e));
     NB_TRY(nbi_field_bool(&g->incremental, body, "", "incremental", e));
     NB_TRY(read_logprobs(job, g, body, e));
-    NB_TRY(read_rids(job, body, e));
+    NB_TRY(nbi_generate_read_rids(job, nbi_field(body, "rid"), prompt_of(body, &field), e));
     NB_TRY(nbi_field_int(&priority, body, "", "priority", INT32_MIN, INT32_MAX, e));
     job->params.priority = (int32_t)priority;
     return refuse_unsupported(body, e);

@@ -17,6 +17,10 @@ typedef struct nbi_generate {
     bool has_limit; /* max_new_tokens was given */
 } nbi_generate;
 
+/* One name for the request, or one for every prompt. `rid` NULL: none. */
+nb_status nbi_generate_read_rids(nbi_job *job, const json_t *rid, const json_t *prompt,
+                                 nbi_api_error *e);
+
 /* nbi_surface.write_delta, write_reply and write_end. */
 nb_status nbi_generate_write_delta(nbi_job *job, nbi_choice *choice, nbi_buf *out);
 nb_status nbi_generate_write_reply(nbi_job *job, nbi_buf *out);

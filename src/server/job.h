@@ -143,6 +143,7 @@ struct nbi_job {
     const nbi_api_facts *facts; /* the model's, for validation */
     nbi_arena arena;            /* prompts, stop strings */
     const char *echo_text;      /* chat: the content begins with it, in the arena; NULL: none */
+    bool whole_reasoning;       /* chat: it is one event of a stream */
     json_t *chat;               /* chat: what nbi_chat_encode() takes; until it is encoded */
     bool starts_in_reasoning;   /* chat: the prompt has opened the thinking */
     bool thinking_closed;       /* chat: or closed it */

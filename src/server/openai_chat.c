@@ -57,12 +57,15 @@ static nb_status encode(nbi_job *job, const json_t *body, nbi_api_error *e)
 
 static nb_status read(nbi_job *job, const json_t *body, nbi_api_error *e)
 {
+    bool stream_reasoning = true;
     job->separate_reasoning = job->include_reasoning = true;
     NB_TRY(nbi_params_read(&job->params, body, job->facts, 1, e));
     NB_TRY(nbi_structured_read(&job->constraint, &job->arena, body, "", e));
     NB_TRY(read_logprobs(job, body, e));
     NB_TRY(nbi_field_bool(&job->separate_reasoning, body, "", "separate_reasoning", e));
     NB_TRY(nbi_field_bool(&job->include_reasoning, body, "", "include_reasoning", e));
+    NB_TRY(nbi_field_bool(&stream_reasoning, body, "", "stream_reasoning", e));
+    job->whole_reasoning = !stream_reasoning;
     NB_TRY(nbi_field_bool(&job->params.return_prompt_text, body, "", "return_prompt_text", e));
     NB_TRY(nbi_job_read_chat(job, body, e));
     NB_TRY(check_ids(job, body, e));

@@ -34,7 +34,11 @@ static nb_status read(nbi_job *job, const json_t *body, nbi_api_error *e)
     if (p->beams && job->echo && logprobs >= 0)
         return nbi_api_field(e, "echo", "not together with \"use_beam_search\" and \"logprobs\"");
     NB_TRY(nbi_params_read_openai(p, body, facts, e));
-    return nbi_prompts_check(nbi_field(body, "prompt"), "prompt", facts, e);
+    NB_TRY(nbi_prompts_check(nbi_field(body, "prompt"), "prompt", facts, e));
+    if (!json_is_array(nbi_field(body, "rid"))) return NB_OK;
+    NB_TRY(nbi_generate_read_rids(job, nbi_field(body, "rid"), nbi_field(body, "prompt"), e));
+    job->name = job->names[0]; /* of the reply */
+    return NB_OK;
 }
 
 static nb_status encode(nbi_job *job, const json_t *body, nbi_api_error *e)

@@ -33,6 +33,8 @@ static const neutral_field unsupported[] = {
     {"logits_processors", NEUTRAL_EMPTY},
     {"return_hidden_states", NEUTRAL_FALSE},
     {"return_routed_experts", NEUTRAL_FALSE},
+    {"return_entropy", NEUTRAL_FALSE},
+    {"prompt_embeds", NEUTRAL_EMPTY},
 };
 /* Of completions and chat alone. */
 static const neutral_field openai_fields[] = {
@@ -546,11 +548,28 @@ static nb_status read_prompt_options(nbi_params *p, const json_t *body, const nb
     return NB_OK;
 }
 
+/* A string, or one for every prompt. */
+static nb_status check_strings(const json_t *body, const char *key, nbi_api_error *e)
+{
+    const char *string;
+    const json_t *value = nbi_field(body, key), *one;
+    size_t i;
+    if (!json_is_array(value)) return nbi_field_str(&string, body, "", key, e);
+    json_array_foreach(value, i, one)
+    {
+        char param[NBI_PARAM_MAX];
+        snprintf(param, sizeof param, "%s[%zu]", key, i);
+        if (!json_is_string(one))
+            return nbi_api_field(e, param, "expected a string, found %s", nbi_json_kind(one));
+    }
+    return NB_OK;
+}
+
 /* Fields without effect on the answer: the type has to be right. */
 static nb_status check_ignored(const json_t *body, nbi_api_error *e)
 {
-    static const char *const strings[] = {"user",      "service_tier",      "cache_salt",
-                                          "extra_key", "safety_identifier", "prompt_cache_key"};
+    static const char *const strings[] = {"user", "service_tier", "safety_identifier",
+                                          "prompt_cache_key"};
     static const char *const booleans[] = {"store", "spaces_between_special_tokens",
                                            "add_special_tokens"};
     const char *string;
@@ -562,6 +581,8 @@ static nb_status check_ignored(const json_t *body, nbi_api_error *e)
     for (size_t i = 0; i < sizeof booleans / sizeof *booleans; i++) {
         NB_TRY(nbi_field_bool(&boolean, body, "", booleans[i], e));
     }
+    NB_TRY(check_strings(body, "cache_salt", e));
+    NB_TRY(check_strings(body, "extra_key", e));
     return nbi_field_object(&object, body, "", "metadata", e);
 }
 

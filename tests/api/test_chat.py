@@ -113,6 +113,11 @@ def test_unseparated_is_the_same_text(client, model):
 
 def test_reasoning_left_out(client, model):
     apart = chat(client, model, max_tokens=60)
+    chunks = list(chat(client, model, max_tokens=60, stream=True, extra={"stream_reasoning": False}))
+    thoughts = [t for c in chunks if (t := (c.choices[0].delta.model_extra or {}).get("reasoning_content"))]
+    content = [c.choices[0].delta.content for c in chunks if c.choices[0].delta.content]
+    split = chat(client, model, max_tokens=60).choices[0].message
+    assert thoughts == [split.model_extra["reasoning_content"]] and "".join(content) == (split.content or "")
     short = chat(client, model, max_tokens=60, extra={"include_reasoning": False})
     assert short.choices[0].message.model_extra["reasoning_content"] is None
     assert short.choices[0].message.content == apart.choices[0].message.content

@@ -23,16 +23,16 @@ TAKEN = {
     "truncate_prompt_tokens": 5, "stream": True, "stream_options": None, "stream_interval": 2, "priority": 1, "rid": "a",
     "response_format": {"type": "text"}, "messages": {TEXT: 5, CHAT: ASK}, "tools": {TEXT: 5, CHAT: TOOLS},
     "tool_choice": {TEXT: 5, CHAT: "none"}, "parallel_tool_calls": False, "chat_template_kwargs": {"enable_thinking": False},
-    "enable_thinking": False, "thinking": {"type": "disabled"}, "reasoning_effort": "low", "separate_reasoning": False,
+    "enable_thinking": False, "thinking": {"type": "disabled"}, "reasoning_effort": "low", "separate_reasoning": False, "stream_reasoning": {TEXT: 5, CHAT: False},
     "add_generation_prompt": False, "continue_final_message": False,
 }
 # Need a library, a template or a flag; other files test them.
 ELSEWHERE = {"json_schema", "regex", "ebnf", "structural_tag", "guided_*", "structured_outputs", "documents", "chat_template"}
 WRONG = {"metadata": "x", "store": "x", "spaces_between_special_tokens": "x", "add_special_tokens": "x"}
 RIGHT = {"metadata": {"a": "b"}, "store": True, "spaces_between_special_tokens": True, "add_special_tokens": True}
-REFUSED = {"suffix": "x", "logits_processors": ["x"], "functions": [{"name": "f"}],
+REFUSED = {"suffix": "x", "return_entropy": True, "logits_processors": ["x"], "functions": [{"name": "f"}],
            "return_hidden_states": True, "return_routed_experts": True}
-NOTHING = {"suffix": "", "logits_processors": [], "return_hidden_states": False, "return_routed_experts": False}
+NOTHING = {"suffix": "", "return_entropy": False, "prompt_embeds": [], "logits_processors": [], "return_hidden_states": False, "return_routed_experts": False}
 
 # What SGLang and vLLM take.
 PEERS = """model messages prompt max_tokens max_completion_tokens temperature top_p top_k min_p frequency_penalty presence_penalty
@@ -44,7 +44,7 @@ reasoning_effort include_reasoning thinking_token_budget skip_special_tokens spa
 routed_dp_rank session_id bootstrap_host bootstrap_port bootstrap_room request_id kv_transfer_params lora_path input_ids
 custom_logit_processor custom_params return_hidden_states return_routed_experts return_cached_tokens_details return_prompt_token_ids
 return_meta_info stream_interval return_token_ids return_tokens_as_token_ids return_prompt_text truncate_prompt_tokens truncation_side use_beam_search length_penalty
-vllm_xargs repetition_detection user""".split()
+vllm_xargs repetition_detection user prompt_embeds return_entropy""".split()
 
 
 def rows(repo):
@@ -87,6 +87,9 @@ def test_other_fields(server, table, path):
         if kind == "typed":
             assert post(server, path, **{field: RIGHT.get(field, "x")}).status_code == 200, field
             error_of(post(server, path, **{field: WRONG.get(field, 5)}), param=field)
+            if field in ("cache_salt", "extra_key"):
+                assert post(server, path, **{field: ["x"]}).status_code == 200
+                error_of(post(server, path, **{field: ["x", 5]}), param=f"{field}[1]")
         elif kind == "ignored":
             for value in ("x", 5, True, {"a": [1]}, [1]):
                 assert post(server, path, **{field: value}).status_code == 200, field

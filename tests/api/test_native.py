@@ -70,6 +70,10 @@ def test_batch(server):
     many = generate(server, text=["What is", PROMPT, "Hello"], rid=["a", "b", "c"])
     assert [m["meta_info"]["id"] for m in many] == ["a", "b", "c"]
     assert many[1]["output_ids"] == one["output_ids"]
+    whole = server.post("/v1/completions", {"prompt": ["What is", PROMPT], "max_tokens": 2, "rid": ["d", "e"]})
+    assert whole.json()["id"] == "d" and len(whole.json()["choices"]) == 2
+    wrong = server.post("/v1/completions", {"prompt": ["What is", PROMPT], "max_tokens": 2, "rid": ["d"]})
+    assert wrong.status_code == 400 and wrong.json()["error"]["param"] == "rid"
     events = stream(server, "/generate", {"text": ["What is", PROMPT, "Hello"], "sampling_params": GREEDY})
     last = {e["index"]: e for e in events if e != "[DONE]"}
     assert [last[i]["text"] for i in range(3)] == [m["text"] for m in many]

@@ -10,7 +10,7 @@
     "\"properties\":{\"n\":{\"type\":\"integer\"},\"s\":{\"type\":\"string\"}}}}}]"
 
 typedef struct setup {
-    bool inside, stopped, first_call_only, calls_only, with_tools;
+    bool inside, stopped, first_call_only, calls_only, with_tools, whole;
 } setup;
 
 static json_t *tools;
@@ -43,6 +43,7 @@ static void take_apart(nbi_buf *out, const char *text, size_t step, setup s)
     assert_int_equal(
         nbi_answer_init(&a, form, s.with_tools ? tools : NULL, s.first_call_only, NULL), NB_OK);
     a.calls_only = s.calls_only;
+    a.thinking_whole = s.whole;
     for (size_t at = 0; step && at + step < n; at += step) {
         const nb_event event = {.text = text + at, .n_text = step};
         assert_int_equal(nbi_answer_take(&a, &splitter, &event), NB_OK);
@@ -58,9 +59,10 @@ static void take_apart(nbi_buf *out, const char *text, size_t step, setup s)
 
 static void check(const char *text, const char *want, setup s)
 {
-    for (size_t step = 0; step <= strlen(text); step++) {
+    for (size_t step = 0; step <= 2 * strlen(text) + 1; step++) {
         nbi_buf got = {0};
-        take_apart(&got, text, step, s);
+        s.whole = step % 2;
+        take_apart(&got, text, step / 2, s);
         assert_string_equal(got.data ? got.data : "", want);
         nbi_buf_free(&got);
     }
@@ -185,6 +187,37 @@ static void test_cleared(void **state)
     nbi_answer_free(&a);
 }
 
+/* Kept back, the thinking is one piece; with "ab" alone it comes with the end. */
+static void test_whole_thinking(void **state)
+{
+    static const struct {
+        const char *text;
+        size_t shown; /* bytes that have come when it is shown */
+    } cases[] = {{"ab\ncd</think>e", 13}, {"ab", 3}, {"ab<tool_call>f</tool_call>", 13}};
+    (void)state;
+    for (size_t k = 0; k < sizeof cases / sizeof *cases; k++) {
+        const size_t n = strlen(cases[k].text);
+        nbi_answer a = {.thinking_whole = true};
+        nbi_reasoning splitter;
+        unsigned n_thoughts = 0;
+        nbi_reasoning_init(&splitter, NBI_REASONING_GLM45, true);
+        assert_int_equal(nbi_answer_init(&a, NBI_TOOL_FORM_GLM, tools, false, NULL), NB_OK);
+        for (size_t i = 0; i <= n; i++) {
+            const nb_event event = {.text = cases[k].text + i,
+                                    .n_text = i < n,
+                                    .finish = i < n ? NB_FINISH_NONE : NB_FINISH_STOP};
+            assert_int_equal(nbi_answer_take(&a, &splitter, &event), NB_OK);
+            if (a.n_pieces && a.pieces[0].kind == NBI_PIECE_THINKING) {
+                if (i + 1 != cases[k].shown) fail_msg("%s: shown with byte %zu", cases[k].text, i);
+                n_thoughts++;
+            }
+            nbi_answer_clear(&a);
+        }
+        assert_int_equal(n_thoughts, 1);
+        nbi_answer_free(&a);
+    }
+}
+
 /* Memory that runs out anywhere is a status, and nothing leaks. */
 static void test_no_memory(void **state)
 {
@@ -232,6 +265,7 @@ int main(void)
         cmocka_unit_test(test_cut_call),
         cmocka_unit_test(test_without_tools),
         cmocka_unit_test(test_cleared),
+        cmocka_unit_test(test_whole_thinking),
         cmocka_unit_test(test_no_memory),
     };
     return cmocka_run_group_tests(tests, setup_tools, free_tools);
