@@ -246,6 +246,8 @@ static NBI_DEV void store_h(const nbi_moe_product_args &a, const nbi_cuda_packed
     }
 }
 
+/* down asks for its first weights before the wait: its tile was written before gate_up, which lets
+ * it start behind a wait of its own. */
 template <class D, bool GATE_UP, bool MASKED>
 static __global__ void __launch_bounds__(NBI_MOE_THREADS, D::BLOCKS)
     product_kernel(const nbi_moe_product_args a)
