@@ -300,11 +300,13 @@ static void test_oracle(void **state)
 {
     (void)state;
     static const uint32_t rows[] = {1, 3, 26};
-    static const uint32_t sizes[][2] = {{96, 64}, {320, 144}, {512, 272}, {16, 48}};
+    static const uint32_t sizes[][3] = {
+        {96, 64, 5}, {320, 144, 5}, {512, 272, 5}, {16, 48, 5}, {32, 16, 300}}; /* experts last */
     nbi_backend *b = gpu_open_w4a4(&limits);
     for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) {
         moe_layer l;
-        moe_make(&l, NBI_WEIGHT_NVFP4, NBI_WEIGHT_NVFP4, 5, 3, sizes[i][0], sizes[i][1], true);
+        moe_make(&l, NBI_WEIGHT_NVFP4, NBI_WEIGHT_NVFP4, sizes[i][2], 3, sizes[i][0], sizes[i][1],
+                 true);
         for (size_t k = 0; k < sizeof rows / sizeof *rows; k++) {
             batch x = make_batch(&l, rows[k]);
             float *want = NULL;

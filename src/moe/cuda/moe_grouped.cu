@@ -11,7 +11,8 @@
  *
  * Grids have the size that the counts allow; blocks behind the real work leave at once. Weights go
  * from memory to fragments in registers, rows of x through a ring in shared memory. A layer with
- * FP4 tiles has the products of moe_fp4.h, and rows as those take them; gate_up rounds h itself. */
+ * FP4 tiles has the products of moe_fp4.h, and rows as those take them; gate_up rounds h itself; up
+ * to 256 pairs, begin and place are one kernel. */
 #include "moe/cuda/moe_combine.h"
 #include "moe/cuda/moe_fp4.h"
 
@@ -96,27 +97,18 @@ static NBI_DEV void add_segments(places &p, const work &w, uint32_t n_experts, u
     }
 }
 
-/* A block per segment; tiles of expert e are listed by block e % blocks. */
-static __global__ void __launch_bounds__(NBI_MOE_THREADS)
-    place_kernel(const work w, const int32_t *ids, uint32_t n_pairs, uint32_t n_experts,
-                 uint32_t tile)
+/* Places of the block's segment, whose ids are at `segment`, behind add_segments(); tiles of expert
+ * e are listed by block e % n_blocks. */
+static NBI_DEV void place_pairs(places &p, const work &w, const int32_t *segment,
+                                uint32_t n_experts, uint32_t tile, uint32_t n_blocks)
 {
-    __shared__ places p;
-    __shared__ int32_t segment[NBI_MOE_THREADS];
-    nbi_wait_before();
-    nbi_let_next();
-    const uint32_t i = blockIdx.x * NBI_MOE_THREADS + threadIdx.x;
-    const int32_t id = i < n_pairs ? ids[i] : -1;
-    segment[threadIdx.x] = id;
-    add_segments(p, w, n_experts, tile);
-    __syncthreads();
     for (uint32_t e = threadIdx.x; e < n_experts; e += NBI_MOE_THREADS) {
         uint32_t first = 0, first_tile = 0;
         for (uint32_t k = 0; k < e; k++) {
             first += p.count[k];
             first_tile += p.tiles[k];
         }
-        if (e % gridDim.x == blockIdx.x)
+        if (e % n_blocks == blockIdx.x)
             for (uint32_t k = 0; k < p.tiles[e]; k++) {
                 const uint32_t left = p.count[e] - k * tile;
                 w.tiles[first_tile + k] = {e, first + k * tile, left < tile ? left : tile};
@@ -126,11 +118,62 @@ static __global__ void __launch_bounds__(NBI_MOE_THREADS)
         p.first[e] += first;
     }
     __syncthreads();
+    const int32_t id = segment[threadIdx.x];
     if (!nbi_moe_valid(id, n_experts)) return;
     uint32_t at = p.first[id];
     for (uint32_t k = 0; k < threadIdx.x; k++) at += segment[k] == id;
+    const uint32_t i = blockIdx.x * NBI_MOE_THREADS + threadIdx.x;
     w.pair[at] = i;
     w.place[i] = at;
+}
+
+/* A block per segment. */
+static __global__ void __launch_bounds__(NBI_MOE_THREADS)
+    place_kernel(const work w, const int32_t *ids, uint32_t n_pairs, uint32_t n_experts,
+                 uint32_t tile)
+{
+    __shared__ places p;
+    __shared__ int32_t segment[NBI_MOE_THREADS];
+    nbi_wait_before();
+    nbi_let_next();
+    const uint32_t i = blockIdx.x * NBI_MOE_THREADS + threadIdx.x;
+    segment[threadIdx.x] = i < n_pairs ? ids[i] : -1;
+    add_segments(p, w, n_experts, tile);
+    __syncthreads();
+    place_pairs(p, w, segment, n_experts, tile, gridDim.x);
+}
+
+/* Both steps before FP4 products where there is one segment: the first block counts and places, the
+ * others convert. */
+static __global__ void __launch_bounds__(NBI_MOE_THREADS)
+    begin_few_kernel(const begin_args a, uint32_t tile)
+{
+    __shared__ places p;
+    __shared__ int32_t segment[NBI_MOE_THREADS];
+    nbi_wait_before();
+    nbi_let_next();
+    const uint32_t t = threadIdx.x;
+    if (blockIdx.x > 0) {
+        const uint32_t item = (blockIdx.x - 1) * NBI_MOE_WARPS + t / NBI_WARP;
+        const uint32_t n_chunks = (a.cols + NBI_MOE_FP4_COLS - 1) / NBI_MOE_FP4_COLS;
+        const uint32_t pair = item / n_chunks;
+        const int32_t e = pair < a.n_pairs ? a.ids[pair] : -1;
+        if (!nbi_moe_valid(e, a.n_experts)) return;
+        nbi_moe_fp4_convert(a.w.xc, a.x + (size_t)(pair / a.top_k) * a.cols, a.cols, pair,
+                            item % n_chunks, a.input_scale[e]);
+        return;
+    }
+    for (uint32_t e = t; e < a.n_experts; e += NBI_MOE_THREADS) p.count[e] = 0;
+    segment[t] = t < a.n_pairs ? a.ids[t] : -1;
+    __syncthreads();
+    if (nbi_moe_valid(segment[t], a.n_experts)) atomicAdd(&p.count[segment[t]], 1u);
+    __syncthreads();
+    for (uint32_t e = t; e < a.n_experts; e += NBI_MOE_THREADS) {
+        p.first[e] = 0;
+        p.tiles[e] = (p.count[e] + tile - 1) / tile;
+    }
+    __syncthreads();
+    place_pairs(p, a.w, segment, a.n_experts, tile, 1);
 }
 
 template <nbi_weight_kind KIND>
@@ -295,10 +338,14 @@ template <nbi_weight_kind KIND, bool FP4 = false> static void launch_up(const pa
     b.segments = segments_of(s.n_pairs);
     uint32_t items = (by_pair ? s.n_pairs : s.n_rows) * nbi_moe_chunks(KIND, shape.hidden);
     if (s.wide) items = 0; /* only counts */
-    nbi_launch(&s.c->rt, dim3(b.segments + nbi_ceil_div(items, NBI_MOE_WARPS)),
-               dim3(NBI_MOE_THREADS), 0, begin_kernel<KIND, FP4>, b);
-    nbi_launch(&s.c->rt, dim3(b.segments), dim3(NBI_MOE_THREADS), 0, place_kernel, s.w, s.ids,
-               s.n_pairs, shape.n_experts, s.tokens);
+    const dim3 grid(b.segments + nbi_ceil_div(items, NBI_MOE_WARPS)), block(NBI_MOE_THREADS);
+    if (FP4 && b.segments == 1) {
+        nbi_launch(&s.c->rt, grid, block, 0, begin_few_kernel, b, s.tokens);
+    } else {
+        nbi_launch(&s.c->rt, grid, block, 0, begin_kernel<KIND, FP4>, b);
+        nbi_launch(&s.c->rt, dim3(b.segments), block, 0, place_kernel, s.w, s.ids, s.n_pairs,
+                   shape.n_experts, s.tokens);
+    }
     if (s.wide) return nbi_moe_wide_gate_up(s.c, wide_args(s), s.l->gate_up);
     const nbi_moe_product_args a = {
         s.l->gate_up, s.w, s.w.h, by_pair ? 1 : shape.top_k, NULL, 0, s.l->down.input_scale};
