@@ -21,11 +21,16 @@ static uint32_t gcd(uint32_t a, uint32_t b)
 
 static uint32_t lcm(uint32_t a, uint32_t b)
 {
-    return a / gcd(a, b) * b;
+    const uint32_t common = gcd(a, b);
+    NB_ASSERT(common);
+    const uint32_t all = a / common * b;
+    NB_ASSERT(all);
+    return all;
 }
 
 nbi_range nbi_split_part(uint32_t n, uint32_t unit, uint32_t rank, uint32_t size)
 {
+    NB_ASSERT(unit && size);
     const uint32_t units = (n + unit - 1) / unit, each = units / size, more = units % size;
     const uint32_t first = rank * each + (rank < more ? rank : more),
                    end = first + each + (rank < more ? 1 : 0);
@@ -100,6 +105,7 @@ static void share_kv_heads(nbi_split *s, const nbi_config *c, uint32_t unit)
 static void split_gqa(nbi_split *s, const nbi_config *c, uint32_t unit, uint32_t kv_unit)
 {
     const uint32_t ratio = c->n_heads / c->n_kv_heads;
+    NB_ASSERT(unit);
     if (kv_unit == 1 && c->n_kv_heads < s->shard.tp_size && ratio % unit == 0) {
         share_kv_heads(s, c, unit);
         return;
@@ -151,6 +157,7 @@ static nb_status split_vocab(nbi_split *s, uint32_t vocab, nbi_checkpoint *ckpt,
     nbi_arena_free(&arena);
     if (st != NB_OK) return st;
     const uint32_t wide = lcm(unit, VOCAB_WANTED);
+    NB_ASSERT(wide && unit);
     s->vocab_unit = vocab / wide >= s->shard.tp_size ? wide : unit;
     s->vocab = nbi_split_vocab(s, vocab, s->shard.tp_rank);
     s->vocab_max = nbi_split_vocab(s, vocab, 0).n;
