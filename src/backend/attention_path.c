@@ -47,9 +47,7 @@ static const struct known {
     {"flashmla_auto", ON_GPU | FOR_SPARSE | ONLY_SPARSE | NOT_SM120, NULL},
     {"tilelang", ON_GPU | FOR_SPARSE | ONLY_SPARSE, NULL},
     {"trtllm", ON_GPU | FOR_SPARSE | ONLY_SPARSE | SM100_ONLY, NULL},
-    {"flashmla_kv", ON_GPU | FOR_SPARSE | ONLY_SPARSE,
-     "it reads an FP8 cache of 656 bytes per token, and the cache is BF16 here; "
-     "use \"flashmla_sparse\", \"dsa\" or \"auto\""},
+    {"flashmla_kv", ON_GPU | FOR_SPARSE | ONLY_SPARSE | NOT_SM120, NULL},
     {"dual_chunk_flash_attn", 0, "it is for Qwen's dual chunk models, which nibble does not run"},
     {"aiter", 0, "it is for AMD GPUs"},
     {"wave", 0, "it is for AMD GPUs"},
@@ -205,21 +203,16 @@ nb_status nbi_kv_dtype_parse(nbi_dtype *out, const char *name, nb_error *err)
 }
 
 nb_status nbi_kv_dtype_choose(nbi_dtype *out, const char *name, const nbi_kv_asked *asked,
-                              const nbi_backend *b, nb_error *err)
+                              nb_error *err)
 {
     const bool fp8 = asked->algo && !strcmp(asked->algo, "FP8");
     nbi_dtype dtype;
     NB_TRY(nbi_kv_dtype_parse(&dtype, name, err));
-    if (dtype == NBI_F8_E4M3 && !b->ops->kv_fp8)
-        return nbi_fail(err, NB_UNSUPPORTED,
-                        "--kv-cache-dtype \"%s\" cannot run on %s: its attention kernels read a "
-                        "BF16 or F32 cache only; use auto or bf16",
-                        name, b->description);
     if (dtype != NBI_DTYPE_COUNT) {
         *out = dtype;
         return NB_OK;
     }
-    *out = fp8 && b->ops->kv_fp8 ? NBI_F8_E4M3 : NBI_BF16;
+    *out = fp8 ? NBI_F8_E4M3 : NBI_BF16;
     if (asked->level == NBI_CPU_REFERENCE) *out = NBI_F32;
     if (asked->algo && asked->algo[0])
         nbi_log(NB_LOG_INFO, "KV cache: the checkpoint asks for %s; %s is taken", asked->algo,

@@ -51,10 +51,10 @@ typedef struct nbi_kv_asked {
     nbi_cpu_level level;
 } nbi_kv_asked;
 
-/* The same for an open backend. "auto" is F32 at level reference, which is exact; else E4M3 if the
- * checkpoint asks for FP8, else BF16; a line in the log when the checkpoint asks. */
+/* The same when the checkpoint is known. "auto" is F32 at level reference, which is exact; else
+ * E4M3 if the checkpoint asks for FP8, else BF16; a line in the log when the checkpoint asks. */
 nb_status nbi_kv_dtype_choose(nbi_dtype *out, const char *name, const nbi_kv_asked *asked,
-                              const nbi_backend *b, nb_error *err);
+                              nb_error *err);
 
 #ifdef __cplusplus
 }

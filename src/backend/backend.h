@@ -388,7 +388,6 @@ typedef struct nbi_backend_ops {
     uint32_t version, size; /* 1, sizeof(nbi_backend_ops) */
     const char *name;       /* "cpu" */
     bool mla_expanded;      /* mla_attend knows the expanded form */
-    bool kv_fp8;            /* the cache may be F8_E4M3 */
     bool asynchronous;      /* calls return before the device has done them */
 
     nb_status (*open)(nbi_backend **out, const nbi_backend_options *opt, nb_error *err);

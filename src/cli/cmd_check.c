@@ -120,7 +120,7 @@ static nb_status open_all(check *c, nb_error *err)
                                   .verify_scales = true};
     NB_TRY(nbi_model_open(&c->model, c->b, &mo, err));
     const nbi_kv_asked asked = {nbi_model_kv_algo(c->model), bo.cpu_level};
-    NB_TRY(nbi_kv_dtype_choose(&c->kv, c->kv_dtype, &asked, c->b, err));
+    NB_TRY(nbi_kv_dtype_choose(&c->kv, c->kv_dtype, &asked, err));
     return nbi_model_reserve(c->model, ROWS, SEQS, 1, context_of(nbi_model_config(c->model)), err);
 }
 

@@ -173,7 +173,7 @@ static nb_status open_all(score *s, nb_error *err)
                               s->ranks.ep_size, err));
     NB_TRY(nbi_model_open(&s->model, s->backend, &mo, err));
     const nbi_kv_asked asked = {nbi_model_kv_algo(s->model), bo.cpu_level};
-    NB_TRY(nbi_kv_dtype_choose(&kv_dtype, s->kv_dtype, &asked, s->backend, err));
+    NB_TRY(nbi_kv_dtype_choose(&kv_dtype, s->kv_dtype, &asked, err));
     NB_TRY(check_ids(s, err));
     uint32_t pages = (s->seqs.longest + NBI_PAGE_TOKENS - 1) / NBI_PAGE_TOKENS;
     const nbi_config *c = nbi_model_config(s->model);

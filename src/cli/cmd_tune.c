@@ -49,7 +49,7 @@ static nb_status open_all(tune *t, nb_error *err)
     const nbi_model_options mo = {.dir = t->dir, .moe_runner = "auto", .verify_scales = true};
     NB_TRY(nbi_model_open(&t->model, t->b, &mo, err));
     const nbi_kv_asked asked = {nbi_model_kv_algo(t->model), bo.cpu_level};
-    NB_TRY(nbi_kv_dtype_choose(&t->kv, "auto", &asked, t->b, err));
+    NB_TRY(nbi_kv_dtype_choose(&t->kv, "auto", &asked, err));
     const nbi_config *c = nbi_model_config(t->model);
     t->context = CONTEXT < c->max_positions ? CONTEXT : c->max_positions;
     return nbi_model_reserve(t->model, ROWS, SEQS, 1, t->context, err);

@@ -125,9 +125,8 @@ static nb_status open_backend(nb_engine *e, nbi_kv_asked *asked, nb_error *err)
     NB_TRY(nbi_cpu_level_parse(&bo.cpu_level, e->options.cpu_level, err));
     NB_TRY(parse_activations(&bo.w4a4, e->options.activations, err));
     NB_TRY(nbi_kv_dtype_parse(&kv_dtype, e->options.kv_dtype, err)); /* before weights are read */
-    NB_TRY(nbi_backend_open(&e->backend, e->options.device, &bo, err));
     asked->level = bo.cpu_level;
-    return nbi_kv_dtype_choose(&kv_dtype, e->options.kv_dtype, asked, e->backend, err);
+    return nbi_backend_open(&e->backend, e->options.device, &bo, err);
 }
 
 /* Drafting is asked for by name; a checkpoint without an MTP layer serves without it. */
@@ -276,7 +275,7 @@ static nb_status open_parts(nb_engine *e, const nb_engine_options *o, nb_error *
     NB_TRY(open_backend(e, &asked, err));
     NB_TRY(open_model(e, err));
     asked.algo = nbi_model_kv_algo(e->model);
-    NB_TRY(nbi_kv_dtype_choose(&kv_dtype, e->options.kv_dtype, &asked, e->backend, err));
+    NB_TRY(nbi_kv_dtype_choose(&kv_dtype, e->options.kv_dtype, &asked, err));
     NB_TRY(open_tokenizer(e, err));
     NB_TRY(nbi_engine_reserve(e, kv_dtype, err));
     NB_TRY(nbi_profile_init(e, err));

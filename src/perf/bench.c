@@ -103,7 +103,7 @@ static nb_status open_all(bench *b, nb_error *err)
                               o->ep_size, err));
     NB_TRY(nbi_model_open(&b->model, b->b, &mo, err));
     const nbi_kv_asked asked = {nbi_model_kv_algo(b->model), o->backend.cpu_level};
-    NB_TRY(nbi_kv_dtype_choose(&b->kv_dtype, o->kv_dtype, &asked, b->b, err));
+    NB_TRY(nbi_kv_dtype_choose(&b->kv_dtype, o->kv_dtype, &asked, err));
     const nbi_config *c = nbi_model_config(b->model);
     const uint64_t length = longest(o);
     if (length > c->max_positions)

@@ -24,8 +24,7 @@ static gpu_mla mla_open(const at_mla *d)
 {
     const nbi_limits limits = at_mla_limits(&d->c, d->batch.b.n_rows, d->batch.b.max_len);
     gpu_mla g = {.b = gpu_open(&limits), .d = d};
-    const size_t n = (size_t)d->batch.n_pages * NBI_PAGE_TOKENS * (d->c.lora + d->c.rope);
-    g.latent = gpu_bytes(g.b, d->kv.latent, n * (nbi_dtype_bits(d->c.cache) / 8));
+    g.latent = gpu_bytes(g.b, d->cache.data, d->cache.bytes);
     nb_error err = {0};
     if (g.b->ops->weight_prepare(g.b, &g.kv_b, &d->kv_b.host, &err) != NB_OK)
         fail_msg("%s", err.text);
@@ -108,6 +107,9 @@ static void test_mla_shapes(void **state)
         {3, 16, 10, 44, 17, NBI_BF16, NBI_WEIGHT_F16, 0},
         {3, 16, 8, 32, 16, NBI_BF16, NBI_WEIGHT_BF16, 16},
         {5, 16, 8, 32, 16, NBI_F32, NBI_WEIGHT_BF16, 2048},
+        {3, 16, 8, 140, 16, NBI_F8_E4M3, NBI_WEIGHT_BF16, 0},
+        {7, 24, 64, 512, 40, NBI_F8_E4M3, NBI_WEIGHT_BF16, 0},
+        {3, 16, 8, 32, 16, NBI_F8_E4M3, NBI_WEIGHT_NVFP4, 16},
     };
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++)
         check_mla(&cases[i], lengths, rows, 5);
@@ -117,6 +119,8 @@ static void test_mla_shapes(void **state)
     check_mla(&(at_mla_case){128, 128, 64, 512, 128, NBI_BF16, NBI_WEIGHT_NVFP4, 0}, longer, one,
               2);
     check_mla(&(at_mla_case){64, 24, 64, 512, 16, NBI_BF16, NBI_WEIGHT_BF16, 40}, longer, one, 2);
+    check_mla(&(at_mla_case){64, 24, 64, 512, 16, NBI_F8_E4M3, NBI_WEIGHT_BF16, 40}, longer, one,
+              2);
 }
 
 static void test_mla_long(void **state)
@@ -178,6 +182,7 @@ static void test_mla_bits(void **state)
     const uint32_t few[] = {5, 2, 1};
     mla_bits(&(at_mla_case){20, 8, 64, 512, 8, NBI_BF16, NBI_WEIGHT_BF16, 0}, lengths, few, 3);
     mla_bits(&(at_mla_case){20, 8, 64, 512, 8, NBI_BF16, NBI_WEIGHT_BF16, 150}, lengths, few, 3);
+    mla_bits(&(at_mla_case){20, 8, 64, 512, 8, NBI_F8_E4M3, NBI_WEIGHT_BF16, 0}, lengths, few, 3);
 }
 
 /* A list of all positions gives the bits of the dense form. */
@@ -218,10 +223,8 @@ static gpu_gqa gqa_open(const at_gqa *d)
 {
     const nbi_limits limits = at_gqa_limits(&d->c, d->batch.b.n_rows, d->batch.b.max_len);
     gpu_gqa g = {.b = gpu_open(&limits), .d = d};
-    const size_t bytes = (size_t)d->batch.n_pages * NBI_PAGE_TOKENS * d->c.kv_heads * d->c.dim *
-                         (nbi_dtype_bits(d->c.cache) / 8);
-    g.k = gpu_bytes(g.b, d->kv.k, bytes);
-    g.v = gpu_bytes(g.b, d->kv.v, bytes);
+    g.k = gpu_bytes(g.b, d->k.data, d->k.bytes);
+    g.v = gpu_bytes(g.b, d->v.data, d->v.bytes);
     return g;
 }
 
@@ -282,8 +285,10 @@ static void test_gqa_shapes(void **state)
     (void)state;
     static const uint32_t lengths[] = {1, 2, 63, 64, 65, 300}, rows[] = {1, 2, 1, 20, 3, 5};
     static const at_gqa_case cases[] = {
-        {1, 1, 32, NBI_F32},  {3, 1, 96, NBI_BF16}, {8, 1, 128, NBI_BF16}, {4, 2, 128, NBI_F32},
-        {6, 6, 32, NBI_BF16}, {9, 3, 20, NBI_F32},  {70, 1, 8, NBI_BF16},
+        {1, 1, 32, NBI_F32},     {3, 1, 96, NBI_BF16},     {8, 1, 128, NBI_BF16},
+        {4, 2, 128, NBI_F32},    {6, 6, 32, NBI_BF16},     {9, 3, 20, NBI_F32},
+        {70, 1, 8, NBI_BF16},    {3, 3, 150, NBI_F8_E4M3}, {8, 1, 128, NBI_F8_E4M3},
+        {6, 2, 64, NBI_F8_E4M3},
     };
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++)
         check_gqa(&cases[i], lengths, rows, 6);
@@ -322,6 +327,60 @@ static void test_gqa_bits(void **state)
     gqa_bits(&(at_gqa_case){3, 1, 96, NBI_BF16}, lengths, rows, 3);
     gqa_bits(&(at_gqa_case){6, 2, 128, NBI_BF16}, lengths, rows, 3);
     gqa_bits(&(at_gqa_case){24, 1, 64, NBI_BF16}, lengths, rows, 3);
+    gqa_bits(&(at_gqa_case){6, 2, 128, NBI_F8_E4M3}, lengths, rows, 3);
+    gqa_bits(&(at_gqa_case){24, 1, 64, NBI_F8_E4M3}, lengths, rows, 3);
+}
+
+/* Codes are read as the BF16 values that they are: the same bits as from a BF16 cache of these, few
+ * rows and many. */
+static void test_codes_are_bf16(void **state)
+{
+    (void)state;
+    const uint32_t lengths[] = {200, 20, 1}, rows[] = {13, 20, 1}, few[] = {2, 1, 1};
+    for (int i = 0; i < 4; i++) {
+        at_gqa d;
+        at_make_gqa(&d, &(at_gqa_case){8, 2, i & 1 ? 64 : 128, NBI_F8_E4M3}, lengths,
+                    i & 2 ? few : rows, 3);
+        const size_t n = (size_t)d.batch.b.n_rows * d.c.heads * d.c.dim;
+        float *other = op_floats(n);
+        gpu_gqa g = gqa_open(&d);
+        gqa_run(&g, &d.batch.b, 0, d.out);
+        gqa_close(&g);
+        const op_kv k = op_kv_bf16(&d.k), v = op_kv_bf16(&d.v);
+        op_free(d.k.data);
+        op_free(d.v.data);
+        d.k = k;
+        d.v = v;
+        d.kv = (nbi_kv_layer){.dtype = NBI_BF16, .k = k.data, .v = v.data};
+        d.c.cache = NBI_BF16;
+        g = gqa_open(&d);
+        gqa_run(&g, &d.batch.b, 0, other);
+        gqa_close(&g);
+        assert_memory_equal(other, d.out, n * sizeof *other);
+        op_free(other);
+        at_free_gqa(&d);
+    }
+    for (int i = 0; i < 4; i++) {
+        at_mla d;
+        const at_mla_case c = {20, 8, 64, 512, 8, NBI_F8_E4M3, NBI_WEIGHT_BF16, i & 1 ? 90 : 0};
+        at_make_mla(&d, &c, lengths, i & 2 ? few : rows, i & 2 ? 2 : 1);
+        const size_t n = (size_t)d.batch.b.n_rows * c.heads * c.v;
+        float *other = op_floats(n);
+        gpu_mla g = mla_open(&d);
+        mla_run(&g, &d.batch.b, 0, d.out);
+        mla_close(&g);
+        const op_kv latent = op_kv_bf16(&d.cache);
+        op_free(d.cache.data);
+        d.cache = latent;
+        d.kv = (nbi_kv_layer){.dtype = NBI_BF16, .latent = latent.data};
+        d.c.cache = NBI_BF16;
+        g = mla_open(&d);
+        mla_run(&g, &d.batch.b, 0, other);
+        mla_close(&g);
+        assert_memory_equal(other, d.out, n * sizeof *other);
+        op_free(other);
+        at_free_mla(&d);
+    }
 }
 
 /* Splits grow inside the rows of one chunk. */
@@ -334,9 +393,19 @@ static void test_gqa_long(void **state)
 
 /* ---------------------------------------------------------------- append */
 
+static const nbi_dtype cache_types[] = {NBI_F32, NBI_BF16, NBI_F8_E4M3};
+
+/* What lies on the device. */
+static void read_cache(const op_kv *to, const gpu_buffer *from)
+{
+    void *got = gpu_read(from);
+    memcpy(to->data, got, to->bytes);
+    free(got);
+}
+
 static void check_mla_append(nbi_dtype dtype, bool interleaved)
 {
-    enum { H = 3, NOPE = 20, ROPE = 8, LORA = 100, STRIDE = LORA + ROPE + 5, HEAD = NOPE + ROPE };
+    enum { H = 3, NOPE = 20, ROPE = 8, LORA = 150, STRIDE = LORA + ROPE + 5, HEAD = NOPE + ROPE };
     const uint32_t lengths[] = {70, 64, 1}, rows[] = {20, 1, 1};
     op_batch b;
     op_batch_make(&b, lengths, rows, 3);
@@ -352,8 +421,8 @@ static void check_mla_append(nbi_dtype dtype, bool interleaved)
     gpu_buffer q = gpu_floats(g, q0, (size_t)T * H * HEAD), k = gpu_floats(g, kv, T * STRIDE);
     gpu_buffer w = gpu_floats(g, norm, LORA), c = gpu_floats(g, cs, T * ROPE / 2);
     gpu_buffer s = gpu_floats(g, sn, T * ROPE / 2);
-    gpu_buffer latent =
-        gpu_poisoned(g, (size_t)b.n_pages * 64 * (LORA + ROPE) * (nbi_dtype_bits(dtype) / 8));
+    const op_kv cache = op_kv_empty(dtype, b.n_pages, 1, LORA + ROPE, LORA);
+    gpu_buffer latent = gpu_poisoned(g, cache.bytes);
     const nbi_kv_layer layer = {.dtype = dtype, .latent = latent.p};
     const nbi_rope_rows rope = {.cos = c.p, .sin = s.p, .dim = ROPE, .interleaved = interleaved};
     g->ops->mla_append(g, &(nbi_mla_append_args){.q = q.p,
@@ -369,18 +438,18 @@ static void check_mla_append(nbi_dtype dtype, bool interleaved)
                                                  .cache = &layer,
                                                  .batch = gpu_step(g, &b.b)});
     gpu_step_end(g);
-    void *cache = gpu_read(&latent);
+    read_cache(&cache, &latent);
     float *turned = gpu_read(&q);
     for (uint32_t t = 0; t < T; t++) {
         double want[LORA + ROPE], wq[HEAD];
         for (uint32_t i = 0; i < LORA + ROPE; i++) want[i] = (double)kv[t * STRIDE + i];
         at_norm(want, LORA, norm, (double)1e-4f);
         at_rotate(want + LORA, ROPE, interleaved, cs + t * ROPE / 2, sn + t * ROPE / 2);
-        const size_t at = op_slot(&b, (uint32_t)b.seq[t], (uint32_t)b.pos[t]) * (LORA + ROPE);
-        OP_ASSERT_ERROR(at_cache_error(cache, dtype, at, want, LORA), at_cache_bound(dtype),
+        const size_t at = op_slot(&b, (uint32_t)b.seq[t], (uint32_t)b.pos[t]);
+        OP_ASSERT_ERROR(at_cache_error(&cache, at, 0, want, LORA), at_cache_bound(dtype),
                         "latent row %u", t);
-        OP_ASSERT_ERROR(at_cache_error(cache, dtype, at + LORA, want + LORA, ROPE),
-                        at_cache_bound(dtype), "rope key row %u", t);
+        OP_ASSERT_ERROR(at_cache_error(&cache, at, LORA, want + LORA, ROPE),
+                        at_cache_bound(dtype == NBI_F32 ? dtype : NBI_BF16), "rope key row %u", t);
         for (uint32_t h = 0; h < H; h++) {
             const size_t o = ((size_t)t * H + h) * HEAD;
             for (uint32_t i = 0; i < HEAD; i++) wq[i] = (double)q0[o + i];
@@ -391,7 +460,7 @@ static void check_mla_append(nbi_dtype dtype, bool interleaved)
     gpu_buffer *buffers[] = {&q, &k, &w, &c, &s, &latent};
     for (size_t i = 0; i < sizeof buffers / sizeof *buffers; i++) gpu_free(buffers[i]);
     gpu_close(g);
-    free(cache);
+    op_free(cache.data);
     free(turned);
     float *hosts[] = {q0, kv, norm, cs, sn};
     for (size_t i = 0; i < sizeof hosts / sizeof *hosts; i++) op_free(hosts[i]);
@@ -401,7 +470,7 @@ static void check_mla_append(nbi_dtype dtype, bool interleaved)
 static void test_mla_append(void **state)
 {
     (void)state;
-    for (int i = 0; i < 4; i++) check_mla_append(i & 1 ? NBI_BF16 : NBI_F32, i & 2);
+    for (int i = 0; i < 6; i++) check_mla_append(cache_types[i / 2], i & 1);
 }
 
 typedef struct gqa_rows {
@@ -414,7 +483,7 @@ typedef struct gqa_rows {
 enum { GH = 6, GKV = 2, GD = 36 };
 
 static void check_gqa_appended(const gqa_rows *r, nbi_dtype dtype, const float *q, const float *k,
-                               const void *cache_k, const void *cache_v)
+                               const op_kv *cache_k, const op_kv *cache_v)
 {
     double want[GD];
     const uint32_t half = r->rope_dim / 2;
@@ -431,13 +500,30 @@ static void check_gqa_appended(const gqa_rows *r, nbi_dtype dtype, const float *
                             "gqa append row %u head %u", t, h);
             if (is_q) continue;
             const size_t slot = op_slot(&r->b, (uint32_t)r->b.seq[t], (uint32_t)r->b.pos[t]);
-            const size_t at = ((slot / 64 * GKV + h - GH) * 64 + slot % 64) * GD;
-            OP_ASSERT_ERROR(at_cache_error(cache_k, dtype, at, want, GD), at_cache_bound(dtype),
-                            "k");
+            const size_t at = (slot / 64 * GKV + h - GH) * 64 + slot % 64;
+            OP_ASSERT_ERROR(at_cache_error(cache_k, at, 0, want, GD), at_cache_bound(dtype), "k");
             for (uint32_t i = 0; i < GD; i++) want[i] = (double)r->v[at_k + i];
-            OP_ASSERT_ERROR(at_cache_error(cache_v, dtype, at, want, GD), at_cache_bound(dtype),
-                            "v");
+            OP_ASSERT_ERROR(at_cache_error(cache_v, at, 0, want, GD), at_cache_bound(dtype), "v");
         }
+}
+
+/* Values are stored as they came: the very codes and scales. */
+static void check_stored(const gqa_rows *r, const op_kv *got)
+{
+    float *x = op_floats(got->n);
+    memset(x, 0, got->n * sizeof *x);
+    for (int pass = 0; pass < 2; pass++) {
+        const op_kv want = op_kv_make(got->dtype, r->b.n_pages, GKV, GD, GD, x);
+        for (uint32_t i = 0; i < r->b.b.n_rows * GKV * GD; i++) {
+            const uint32_t t = i / GD / GKV, h = i / GD % GKV, c = i % GD;
+            const size_t slot = op_slot(&r->b, (uint32_t)r->b.seq[t], (uint32_t)r->b.pos[t]);
+            const size_t at = (slot / 64 * GKV + h) * 64 + slot % 64;
+            x[at * GD + c] = r->v[i];
+            if (pass) assert_true(op_kv_at(&want, at, c) == op_kv_at(got, at, c));
+        }
+        op_free(want.data);
+    }
+    op_free(x);
 }
 
 static void run_gqa_append(const gqa_rows *r, nbi_dtype dtype)
@@ -449,8 +535,9 @@ static void run_gqa_append(const gqa_rows *r, nbi_dtype dtype)
     gpu_buffer v = gpu_floats(g, r->v, T * GKV * GD), c = gpu_floats(g, r->cs, T * half);
     gpu_buffer s = gpu_floats(g, r->sn, T * half), qn = gpu_floats(g, r->q_norm, GD);
     gpu_buffer kn = gpu_floats(g, r->k_norm, GD);
-    const size_t bytes = (size_t)r->b.n_pages * 64 * GKV * GD * (nbi_dtype_bits(dtype) / 8);
-    gpu_buffer cache_k = gpu_poisoned(g, bytes), cache_v = gpu_poisoned(g, bytes);
+    const op_kv host_k = op_kv_empty(dtype, r->b.n_pages, GKV, GD, GD);
+    const op_kv host_v = op_kv_empty(dtype, r->b.n_pages, GKV, GD, GD);
+    gpu_buffer cache_k = gpu_poisoned(g, host_k.bytes), cache_v = gpu_poisoned(g, host_v.bytes);
     const nbi_kv_layer layer = {.dtype = dtype, .k = cache_k.p, .v = cache_v.p};
     const nbi_rope_rows rope = {.cos = c.p, .sin = s.p, .dim = r->rope_dim};
     g->ops->gqa_append(g, &(nbi_gqa_append_args){.q = q.p,
@@ -467,23 +554,25 @@ static void run_gqa_append(const gqa_rows *r, nbi_dtype dtype)
                                                  .batch = gpu_step(g, &r->b.b)});
     gpu_step_end(g);
     float *got_q = gpu_read(&q), *got_k = gpu_read(&k);
-    void *got_ck = gpu_read(&cache_k), *got_cv = gpu_read(&cache_v);
-    check_gqa_appended(r, dtype, got_q, got_k, got_ck, got_cv);
+    read_cache(&host_k, &cache_k);
+    read_cache(&host_v, &cache_v);
+    check_gqa_appended(r, dtype, got_q, got_k, &host_k, &host_v);
+    check_stored(r, &host_v);
     gpu_buffer *buffers[] = {&q, &k, &v, &c, &s, &qn, &kn, &cache_k, &cache_v};
     for (size_t i = 0; i < sizeof buffers / sizeof *buffers; i++) gpu_free(buffers[i]);
     gpu_close(g);
     free(got_q);
     free(got_k);
-    free(got_ck);
-    free(got_cv);
+    op_free(host_k.data);
+    op_free(host_v.data);
 }
 
 static void test_gqa_append(void **state)
 {
     (void)state;
     const uint32_t lengths[] = {70, 64, 1}, rows[] = {20, 1, 1};
-    for (int i = 0; i < 8; i++) {
-        gqa_rows r = {.normed = i & 2, .rope_dim = i & 4 ? GD : GD / 2};
+    for (int i = 0; i < 12; i++) {
+        gqa_rows r = {.normed = i & 1, .rope_dim = i & 2 ? GD : GD / 2};
         op_batch_make(&r.b, lengths, rows, 3);
         at_angles(&r.cs, &r.sn, &r.b, r.rope_dim);
         const size_t T = r.b.b.n_rows;
@@ -498,7 +587,7 @@ static void test_gqa_append(void **state)
                      {&r.k_norm, GD, 1}};
         for (size_t j = 0; j < 5; j++)
             op_fill(*fills[j].x = op_floats(fills[j].n), fills[j].n, fills[j].scale);
-        run_gqa_append(&r, i & 1 ? NBI_BF16 : NBI_F32);
+        run_gqa_append(&r, cache_types[i / 4]);
         for (size_t j = 0; j < 5; j++) op_free(*fills[j].x);
         op_free(r.cs);
         op_free(r.sn);
@@ -728,11 +817,11 @@ int main(int argc, char **argv)
         return 0;
     }
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_mla_shapes), cmocka_unit_test(test_mla_long),
-        cmocka_unit_test(test_mla_bits),   cmocka_unit_test(test_mla_identity),
-        cmocka_unit_test(test_gqa_shapes), cmocka_unit_test(test_gqa_bits),
-        cmocka_unit_test(test_gqa_long),   cmocka_unit_test(test_mla_append),
-        cmocka_unit_test(test_gqa_append),
+        cmocka_unit_test(test_mla_shapes),     cmocka_unit_test(test_mla_long),
+        cmocka_unit_test(test_mla_bits),       cmocka_unit_test(test_mla_identity),
+        cmocka_unit_test(test_gqa_shapes),     cmocka_unit_test(test_gqa_bits),
+        cmocka_unit_test(test_codes_are_bf16), cmocka_unit_test(test_gqa_long),
+        cmocka_unit_test(test_mla_append),     cmocka_unit_test(test_gqa_append),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

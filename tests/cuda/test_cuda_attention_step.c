@@ -8,6 +8,7 @@
 typedef struct gqa_step_case {
     uint32_t heads, kv_heads, dim, rope_dim;
     bool normed, interleaved;
+    nbi_dtype cache;
 } gqa_step_case;
 
 /* One layer of a decode step: the last row of every sequence. */
@@ -15,7 +16,7 @@ typedef struct gqa_step {
     gqa_step_case c;
     op_batch batch;
     float *q, *k, *v, *q_norm, *k_norm, *cs, *sn;
-    uint16_t *cache_k, *cache_v; /* before the step */
+    op_kv cache_k, cache_v; /* before the step */
     size_t cache_bytes;
 } gqa_step;
 
@@ -37,27 +38,29 @@ static void make_gqa_step(gqa_step *s, const gqa_step_case *c, const uint32_t *l
                  {&s->q_norm, c->dim},
                  {&s->k_norm, c->dim}};
     for (size_t i = 0; i < 5; i++) op_fill(*fills[i].x = op_floats(fills[i].n), fills[i].n, 1);
-    s->cache_bytes = n * sizeof(uint16_t);
-    s->cache_k = malloc(s->cache_bytes);
-    s->cache_v = malloc(s->cache_bytes);
-    for (size_t i = 0; i < n; i++) s->cache_k[i] = nbi_f32_bf16(op_normal());
-    for (size_t i = 0; i < n; i++) s->cache_v[i] = nbi_f32_bf16(op_normal());
+    float *x = op_floats(n), *y = op_floats(n);
+    op_fill(x, n, 1);
+    op_fill(y, n, 1);
     for (uint32_t t = 0; t < n_seqs; t++) { /* what the step writes is not a number before */
         const size_t slot = op_slot(&s->batch, t, (uint32_t)s->batch.pos[t]);
         for (uint32_t h = 0; h < c->kv_heads; h++) {
             const size_t at = ((slot / 64 * c->kv_heads + h) * 64 + slot % 64) * c->dim;
-            memset(s->cache_k + at, 0xff, c->dim * sizeof(uint16_t));
-            memset(s->cache_v + at, 0xff, c->dim * sizeof(uint16_t));
+            for (uint32_t i = 0; i < c->dim; i++) x[at + i] = y[at + i] = NAN;
         }
     }
+    s->cache_k = op_kv_make(c->cache, s->batch.n_pages, c->kv_heads, c->dim, c->dim, x);
+    s->cache_v = op_kv_make(c->cache, s->batch.n_pages, c->kv_heads, c->dim, c->dim, y);
+    s->cache_bytes = s->cache_k.bytes;
+    op_free(x);
+    op_free(y);
 }
 
 static void free_gqa_step(gqa_step *s)
 {
     float *floats[] = {s->q, s->k, s->v, s->q_norm, s->k_norm, s->cs, s->sn};
     for (size_t i = 0; i < sizeof floats / sizeof *floats; i++) op_free(floats[i]);
-    free(s->cache_k);
-    free(s->cache_v);
+    op_free(s->cache_k.data);
+    op_free(s->cache_v.data);
     op_batch_free(&s->batch);
 }
 
@@ -68,7 +71,7 @@ static void run_gqa_step(const gqa_step *s, const nbi_batch *batch, uint32_t fir
     const gqa_step_case *c = &s->c;
     const size_t T = batch->n_rows, nq = (size_t)c->heads * c->dim;
     const size_t nk = (size_t)c->kv_heads * c->dim, half = c->rope_dim / 2;
-    const at_gqa_case shape = {c->heads, c->kv_heads, c->dim, NBI_BF16};
+    const at_gqa_case shape = {c->heads, c->kv_heads, c->dim, c->cache};
     nbi_limits limits = at_gqa_limits(&shape, batch->n_rows, batch->max_len);
     limits.max_seqs = batch->n_seqs;
     nbi_backend *b = gpu_open_graphs(&limits, false);
@@ -78,9 +81,9 @@ static void run_gqa_step(const gqa_step *s, const nbi_batch *batch, uint32_t fir
     gpu_buffer qn = gpu_floats(b, s->q_norm, c->dim), kn = gpu_floats(b, s->k_norm, c->dim);
     gpu_buffer cs = gpu_floats(b, s->cs + first * half, T * half);
     gpu_buffer sn = gpu_floats(b, s->sn + first * half, T * half);
-    gpu_buffer ck = gpu_bytes(b, s->cache_k, s->cache_bytes);
-    gpu_buffer cv = gpu_bytes(b, s->cache_v, s->cache_bytes);
-    const nbi_kv_layer layer = {.dtype = NBI_BF16, .k = ck.p, .v = cv.p};
+    gpu_buffer ck = gpu_bytes(b, s->cache_k.data, s->cache_bytes);
+    gpu_buffer cv = gpu_bytes(b, s->cache_v.data, s->cache_bytes);
+    const nbi_kv_layer layer = {.dtype = c->cache, .k = ck.p, .v = cv.p};
     const nbi_rope_rows rope = {
         .cos = cs.p, .sin = sn.p, .dim = c->rope_dim, .interleaved = c->interleaved};
     const nbi_batch *device = gpu_step(b, batch);
@@ -154,11 +157,14 @@ static void test_gqa_step(void **state)
 {
     (void)state;
     static const uint32_t lengths[] = {1, 2, 64, 65, 128, 129, 300}, longer[] = {8193, 8192};
-    check_gqa_step(&(gqa_step_case){32, 4, 128, 128, true, false}, lengths + 5, 2);
-    check_gqa_step(&(gqa_step_case){24, 1, 64, 32, false, false}, lengths, 7);
-    check_gqa_step(&(gqa_step_case){3, 3, 128, 64, true, true}, lengths, 7);
-    check_gqa_step(&(gqa_step_case){16, 1, 128, 128, true, false}, lengths + 2, 2);
-    check_gqa_step(&(gqa_step_case){2, 1, 64, 64, true, false}, longer, 2);
+    for (int i = 0; i < 2; i++) {
+        const nbi_dtype t = i ? NBI_F8_E4M3 : NBI_BF16;
+        check_gqa_step(&(gqa_step_case){32, 4, 128, 128, true, false, t}, lengths + 5, 2);
+        check_gqa_step(&(gqa_step_case){24, 1, 64, 32, false, false, t}, lengths, 7);
+        check_gqa_step(&(gqa_step_case){3, 3, 128, 64, true, true, t}, lengths, 7);
+    }
+    check_gqa_step(&(gqa_step_case){16, 1, 128, 128, true, false, NBI_BF16}, lengths + 2, 2);
+    check_gqa_step(&(gqa_step_case){2, 1, 64, 64, true, false, NBI_BF16}, longer, 2);
 }
 
 /* ---------------------------------------------------------------- MLA */
@@ -240,12 +246,18 @@ static void check_mla_step(const at_mla_case *c, bool interleaved, const uint32_
     at_angles(&s.cs, &s.sn, b, c->rope);
     op_fill(s.kv = op_floats(T * width), T * width, 1);
     op_fill(s.norm = op_floats(c->lora), c->lora, 1);
-    const size_t value = nbi_dtype_bits(c->cache) / 8;
-    s.latent_bytes = (size_t)b->n_pages * NBI_PAGE_TOKENS * width * value;
+    s.latent_bytes = s.d.cache.bytes;
+    float *x = op_floats(s.d.cache.n);
+    for (size_t i = 0; i < s.d.cache.n; i++)
+        x[i] = (float)op_kv_at(&s.d.cache, i / width, (uint32_t)(i % width));
     for (uint32_t t = 0; t < T; t++) { /* what the step writes is not a number before */
         const size_t slot = op_slot(b, (uint32_t)b->seq[t], (uint32_t)b->pos[t]);
-        memset((char *)s.d.kv.latent + slot * width * value, 0xff, width * value);
+        for (uint32_t i = 0; i < width; i++) x[slot * width + i] = NAN;
     }
+    op_free(s.d.cache.data);
+    s.d.cache = op_kv_make(c->cache, b->n_pages, 1, (uint32_t)width, c->lora, x);
+    s.d.kv.latent = s.d.cache.data;
+    op_free(x);
     float *one = op_floats(T * no), *other = op_floats(T * no);
     char *latent[2] = {malloc(s.latent_bytes), malloc(s.latent_bytes)};
     run_mla_step(&s, &b->b, 0, false, one, latent[0]);
@@ -279,6 +291,10 @@ static void test_mla_step(void **state)
                    lengths, some, 5);
     check_mla_step(&(at_mla_case){3, 16, 8, 64, 24, NBI_BF16, NBI_WEIGHT_BF16, 0}, false, lengths,
                    some, 5);
+    check_mla_step(&(at_mla_case){20, 16, 64, 512, 80, NBI_F8_E4M3, NBI_WEIGHT_BF16, 0}, true,
+                   lengths, ones, 5);
+    check_mla_step(&(at_mla_case){3, 16, 8, 140, 24, NBI_F8_E4M3, NBI_WEIGHT_BF16, 0}, false,
+                   lengths, some, 5);
     check_mla_step(&(at_mla_case){3, 20, 8, 44, 24, NBI_F32, NBI_WEIGHT_F16, 0}, false, lengths,
                    some, 5);
 }

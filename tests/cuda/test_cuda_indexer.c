@@ -35,8 +35,7 @@ static void run_on(nbi_backend *g, const index_data *d, const gpu_buffer *keys, 
 
 static gpu_buffer keys_of(nbi_backend *g, const index_data *d)
 {
-    return gpu_bytes(g, d->kv.index_k,
-                     (size_t)d->batch.n_pages * 64 * d->c.dim * (nbi_dtype_bits(d->c.cache) / 8));
+    return gpu_bytes(g, d->keys.data, d->keys.bytes);
 }
 
 /* All rows in one batch. */
@@ -199,13 +198,36 @@ static void test_bits(void **state)
     bits(&(index_case){16, 128, 64, 40, NBI_BF16, true});
 }
 
+/* Codes are read as the BF16 values that they are: the same lists. */
+static void test_codes_are_bf16(void **state)
+{
+    (void)state;
+    const uint32_t lengths[] = {300, 190}, rows[] = {5, 9};
+    for (int i = 0; i < 2; i++) {
+        index_data d;
+        ix_make(&d, &(index_case){8, i ? 128 : 140, 64, 40, NBI_F8_E4M3, true}, lengths, rows, 2);
+        int32_t codes[14 * 40], plain[14 * 40];
+        run(&d, codes);
+        for (uint32_t t = 0; t < 14; t++) ix_check(&d, t, codes + t * 40);
+        const op_kv keys = op_kv_bf16(&d.keys);
+        op_free(d.keys.data);
+        d.keys = keys;
+        d.kv = (nbi_kv_layer){.dtype = NBI_BF16, .index_k = keys.data};
+        d.c.cache = NBI_BF16;
+        run(&d, plain);
+        assert_memory_equal(codes, plain, sizeof codes);
+        ix_free(&d);
+    }
+}
+
 static void check_append(nbi_dtype dtype, bool pairs)
 {
-    enum { D = 40, ROPE = 12 };
+    enum { D = 140, ROPE = 12 };
     const uint32_t lengths[] = {70, 64, 1}, rows[] = {20, 1, 1};
     op_batch b;
     op_batch_make(&b, lengths, rows, 3);
     const uint32_t T = b.b.n_rows;
+    const op_kv host = op_kv_empty(dtype, b.n_pages, 1, D, D);
     float *k = op_floats((size_t)T * D), *w = op_floats(D), *bias = op_floats(D);
     float *cs = op_floats((size_t)T * ROPE / 2), *sn = op_floats((size_t)T * ROPE / 2);
     for (size_t i = 0; i < (size_t)T * D; i++) k[i] = 5 + 0.01f * op_normal(); /* far from zero */
@@ -217,7 +239,7 @@ static void check_append(nbi_dtype dtype, bool pairs)
     nbi_backend *g = gpu_open(&limits);
     gpu_buffer gk = gpu_floats(g, k, T * D), gw = gpu_floats(g, w, D), gb = gpu_floats(g, bias, D);
     gpu_buffer gc = gpu_floats(g, cs, T * ROPE / 2), gs = gpu_floats(g, sn, T * ROPE / 2);
-    gpu_buffer cache = gpu_poisoned(g, (size_t)b.n_pages * 64 * D * (nbi_dtype_bits(dtype) / 8));
+    gpu_buffer cache = gpu_poisoned(g, host.bytes);
     const nbi_kv_layer layer = {.dtype = dtype, .index_k = cache.p};
     const nbi_rope_rows rope = {.cos = gc.p, .sin = gs.p, .dim = ROPE, .interleaved = pairs};
     g->ops->index_append(g, &(nbi_index_append_args){.k = gk.p,
@@ -230,6 +252,7 @@ static void check_append(nbi_dtype dtype, bool pairs)
                                                      .batch = gpu_step(g, &b.b)});
     gpu_step_end(g);
     void *got_cache = gpu_read(&cache);
+    memcpy(host.data, got_cache, host.bytes);
     for (uint32_t t = 0; t < T; t++) {
         double x[D], mean = 0, var = 0;
         float got[D];
@@ -245,11 +268,13 @@ static void check_append(nbi_dtype dtype, bool pairs)
             x[p] = u * c - v * s;
             x[q] = u * s + v * c;
         }
-        const size_t at = op_slot(&b, (uint32_t)b.seq[t], (uint32_t)b.pos[t]) * D;
-        for (int i = 0; i < D; i++) got[i] = (float)op_cache_at(got_cache, dtype, at + i);
-        OP_ASSERT_ERROR(op_error(got, x, D), dtype == NBI_F32 ? 1e-6 : 0.004, "index key %u", t);
+        const size_t at = op_slot(&b, (uint32_t)b.seq[t], (uint32_t)b.pos[t]);
+        for (uint32_t i = 0; i < D; i++) got[i] = (float)op_kv_at(&host, at, i);
+        const double most = dtype == NBI_F32 ? 1e-6 : dtype == NBI_BF16 ? 0.004 : 0.0625;
+        OP_ASSERT_ERROR(op_error(got, x, D), most, "index key %u", t);
     }
     free(got_cache);
+    op_free(host.data);
     gpu_buffer *buffers[] = {&gk, &gw, &gb, &gc, &gs, &cache};
     for (size_t i = 0; i < sizeof buffers / sizeof *buffers; i++) gpu_free(buffers[i]);
     gpu_close(g);
@@ -261,7 +286,8 @@ static void check_append(nbi_dtype dtype, bool pairs)
 static void test_append(void **state)
 {
     (void)state;
-    for (int i = 0; i < 4; i++) check_append(i & 1 ? NBI_BF16 : NBI_F32, i & 2);
+    static const nbi_dtype types[] = {NBI_F32, NBI_BF16, NBI_F8_E4M3};
+    for (int i = 0; i < 6; i++) check_append(types[i / 2], i & 1);
 }
 
 /* Lists of an earlier pass, against the plain loop of the CPU. */
@@ -368,9 +394,10 @@ int main(int argc, char **argv)
         return 0;
     }
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_shapes),       cmocka_unit_test(test_ties),
-        cmocka_unit_test(test_long_context), cmocka_unit_test(test_bits),
-        cmocka_unit_test(test_append),       cmocka_unit_test(test_reuse),
+        cmocka_unit_test(test_shapes),         cmocka_unit_test(test_ties),
+        cmocka_unit_test(test_long_context),   cmocka_unit_test(test_bits),
+        cmocka_unit_test(test_codes_are_bf16), cmocka_unit_test(test_append),
+        cmocka_unit_test(test_reuse),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -61,6 +61,20 @@ def test_same_bits(name, options, nibble, whole, tmp_path):
         f"first {int(np.argmin(same))}, by {compare.relative(got, whole(case)).max():.2e}"
 
 
+@pytest.mark.parametrize("name", ["glm53-fp8", "lite-bf16", "qwen3-nvfp4"])
+def test_fp8_cache(name, nibble, tmp_path):
+    """As the CPU with the same cache, not as the CPU with a BF16 one; a chunk at a time or at once: the same bits."""
+    case = CASES[name]
+    cpu = {kind: compare.score(nibble, case.folder, case.tokens, tmp_path, "--device", "cpu", "--kv-cache-dtype", kind)
+           for kind in ("bf16", "fp8_e4m3")}
+    options = ("--device", "cuda", "--kv-cache-dtype", "fp8_e4m3")
+    got = compare.score(nibble, case.folder, case.tokens, tmp_path, *options)
+    near, away = (np.median(compare.relative(got, cpu[kind])) for kind in ("fp8_e4m3", "bf16"))
+    assert near < 0.7 * away and near < compare.LOOSE, f"{name}: {near:.2e} from FP8, {away:.2e} from BF16"
+    cut = compare.score(nibble, case.folder, case.tokens, tmp_path, *options, "--chunk-size", "7")
+    assert np.array_equal(got.view(np.uint32), cut.view(np.uint32))
+
+
 @pytest.mark.parametrize("name", sorted(n for n, c in CASES.items() if c.has_w4a4))
 @pytest.mark.parametrize("runner", ["auto", "cuda_masked_fp4"])
 def test_nvfp4_activations(name, runner, nibble, tmp_path):

@@ -159,7 +159,6 @@ const nbi_backend_ops nbi_cpu_ops = {
     .size = sizeof(nbi_backend_ops),
     .name = "cpu",
     .mla_expanded = true,
-    .kv_fp8 = true,
     .open = cpu_open,
     .close = cpu_close,
     .alloc = cpu_alloc,

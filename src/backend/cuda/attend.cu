@@ -1,8 +1,8 @@
 /* Softmax attention over a paged cache; see attention.h for the rule of reductions. Callers:
  * attention_gqa.cu, attention_mla.cu.
  *
- * plain_kernel takes any shape and both cache types: a block is one head of one row. The shapes of
- * real models in BF16 go to attend_gqa.cu and attend_mla.cu. */
+ * plain_kernel takes any shape and all cache types: a block is one head of one row. The shapes of
+ * real models in BF16 and E4M3 go to attend_gqa.cu and attend_mla.cu. */
 #include "backend/cuda/attend.h"
 
 #define PLAIN_THREADS 128u
@@ -13,36 +13,40 @@ size_t nbi_cuda_attend_row_bytes(uint32_t n, uint32_t n_heads, uint32_t v_width)
     return (size_t)nbi_attend_splits_most(n) * n_heads * (v_width + 2) * sizeof(float);
 }
 
-/* Shared: query [k_width], sums [v_width], scores and places in the cache of a tile. */
+/* Shared: query [k_width], sums [v_width], scores and places in the cache, of values and scales, of
+ * a tile. */
 static size_t plain_shared(const nbi_cuda_attend *a)
 {
     return ((size_t)a->k_width + a->v_width) * sizeof(float) +
-           PLAIN_THREADS * (sizeof(size_t) + sizeof(float)) + 8;
+           PLAIN_THREADS * (2 * sizeof(size_t) + sizeof(float)) + 8;
 }
 
 /* Scores of a tile's n positions into s, their places into `at`. */
-template <bool BF16>
+template <int TYPE>
 NBI_DEV void plain_scores(const nbi_cuda_attend &a, uint32_t r, uint32_t begin, uint32_t n,
-                          size_t head_at, const float *q, float *s, size_t *at)
+                          size_t head_at, const float *q, float *s, size_t *at, size_t *scales)
 {
     const uint32_t j = threadIdx.x;
     if (j >= n) return;
     const uint32_t p = nbi_attend_position(a, r, begin + j);
     const size_t place = nbi_attend_place(a, a.row_seq[a.first + r], p) + head_at;
+    size_t scale = 0;
+    if (TYPE == NBI_CACHE_CODES) scale = nbi_attend_scales(a, a.row_seq[a.first + r], p) + head_at;
     float dot = 0;
     for (uint32_t i = 0; i < a.k_width; i++)
-        dot = fmaf(q[i], nbi_kv_load<BF16>(a.k, place + i), dot);
+        dot = fmaf(q[i], nbi_kv_value<TYPE>(a.shape, a.k, place, scale, i), dot);
     s[j] = dot * a.scale;
     at[j] = place;
+    scales[j] = scale;
 }
 
-template <bool BF16> static __global__ void plain_kernel(nbi_cuda_attend a)
+template <int TYPE> static __global__ void plain_kernel(nbi_cuda_attend a)
 {
     nbi_wait_before();
     nbi_let_next();
     const uint32_t r = blockIdx.x, h = blockIdx.y, tid = threadIdx.x;
-    size_t *at = nbi_shared<size_t>();
-    float *s = reinterpret_cast<float *>(at + PLAIN_THREADS), *q = s + PLAIN_THREADS;
+    size_t *at = nbi_shared<size_t>(), *scales = at + PLAIN_THREADS;
+    float *s = reinterpret_cast<float *>(scales + PLAIN_THREADS), *q = s + PLAIN_THREADS;
     float *o = q + a.k_width;
     const uint32_t n = nbi_attend_length(a, r);
     const size_t head_at = h / (a.n_heads / a.n_kv) * a.kv_head;
@@ -53,7 +57,7 @@ template <bool BF16> static __global__ void plain_kernel(nbi_cuda_attend a)
     float m = -INFINITY, l = 0;
     for (uint32_t begin = 0; begin < n; begin += PLAIN_THREADS) {
         const uint32_t many = n - begin < PLAIN_THREADS ? n - begin : PLAIN_THREADS;
-        plain_scores<BF16>(a, r, begin, many, head_at, q, s, at);
+        plain_scores<TYPE>(a, r, begin, many, head_at, q, s, at, scales);
         __syncthreads();
         float top = m;
         for (uint32_t j = 0; j < many; j++) top = s[j] > top ? s[j] : top;
@@ -67,7 +71,7 @@ template <bool BF16> static __global__ void plain_kernel(nbi_cuda_attend a)
         for (uint32_t i = tid; i < a.v_width; i += PLAIN_THREADS) {
             float sum = o[i] * keep;
             for (uint32_t j = 0; j < many; j++)
-                sum = fmaf(s[j], nbi_kv_load<BF16>(a.v, at[j] + i), sum);
+                sum = fmaf(s[j], nbi_kv_value<TYPE>(a.shape, a.v, at[j], scales[j], i), sum);
             o[i] = sum;
         }
         __syncthreads();
@@ -111,7 +115,10 @@ uint32_t nbi_cuda_attend_run(nbi_cuda *c, const nbi_cuda_attend *a)
     if (!a->n_rows || nbi_cuda_attend_gqa(c, a) || nbi_cuda_attend_mla(c, a, &unmerged))
         return unmerged;
     nbi_launch(&c->rt, dim3(a->n_rows, a->n_heads), dim3(PLAIN_THREADS), plain_shared(a),
-               a->bf16 ? plain_kernel<true> : plain_kernel<false>, *a);
+               a->codes  ? plain_kernel<NBI_CACHE_CODES>
+               : a->bf16 ? plain_kernel<NBI_CACHE_BF16>
+                         : plain_kernel<NBI_CACHE_F32>,
+               *a);
     return 0;
 }
 

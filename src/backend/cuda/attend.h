@@ -2,6 +2,7 @@
 #pragma once
 
 #include "backend/cuda/attention.h"
+#include "backend/cuda/codes.h"
 
 /* Positions of a split of a context of n. */
 __host__ __device__ static inline uint32_t nbi_attend_split(uint32_t n)
@@ -49,6 +50,13 @@ NBI_DEV size_t nbi_attend_place(const nbi_cuda_attend &a, int32_t s, uint32_t p)
 {
     return nbi_kv_page(a.page_table, a.page_stride, s, p) * a.kv_page +
            p % NBI_PAGE_TOKENS * a.kv_slot;
+}
+
+/* Byte at which the position's scales begin, E4M3. */
+NBI_DEV size_t nbi_attend_scales(const nbi_cuda_attend &a, int32_t s, uint32_t p)
+{
+    return nbi_kv_page(a.page_table, a.page_stride, s, p) * a.kv_page + a.shape.scales +
+           p % NBI_PAGE_TOKENS * a.shape.scale_slot;
 }
 
 /* ---------------------------------------------------------------- groups of rows, splits */

@@ -1,5 +1,5 @@
-/* Attention of few rows of each sequence, heads of 64 or 128 values over a BF16 cache. Callers:
- * attend_gqa.cu, attention_gqa.cu.
+/* Attention of few rows of each sequence, heads of 64 or 128 values over a cache in BF16 or E4M3.
+ * Callers: attend_gqa.cu, attention_gqa.cu.
  *
  * A block of 8 warps has 16 slots, pairs of a row and a query head of one kv head, and walks over
  * tiles of 64 positions. Scores: a warp has 8 of the positions; probabilities: two of the slots;
@@ -25,8 +25,10 @@ template <int D> struct alignas(16) block_memory {
     uint16_t q_hi[SLOTS][D + 8], q_lo[SLOTS][D + 8];
     float score[SLOTS][P_ROW];
     uint16_t p_hi[SLOTS][P_ROW], p_lo[SLOTS][P_ROW];
-    uint32_t new_k[D / 2]; /* pairs */
+    alignas(16) uint32_t new_k[D / 2]; /* pairs */
     uint16_t new_v[D];
+    uint8_t new_codes[2][D]; /* E4M3: of the key, of the value, and their scales */
+    float new_scale[2];
     float row[WARPS][D];
     float keep[SLOTS], m[SLOTS], l[SLOTS]; /* m, l: of a split that ends */
     nbi_attend_slot slot[SLOTS];
@@ -65,11 +67,24 @@ NBI_DEV bool find_part(const nbi_cuda_attend &a, uint32_t group_rows, bool appen
 }
 
 /* Keys and values of a tile on their way to a stage; zeros behind what is cached. */
-template <int D>
+template <int D, bool CODES>
 NBI_DEV void load_tile(const nbi_cuda_attend &a, const block_part &p, uint32_t tile, int32_t page,
                        block_memory<D> *s)
 {
     const size_t at = (size_t)page * a.kv_page + p.head_at;
+    if (CODES) {
+        const uint8_t *k = static_cast<const uint8_t *>(a.k) + at;
+        const uint8_t *v = static_cast<const uint8_t *>(a.v) + at;
+        const uint32_t stage = (tile - p.begin) % STAGES;
+#pragma unroll
+        for (int i = threadIdx.x; i < TILE * (D / 16); i += THREADS) {
+            const int row = i / (D / 16), c = i % (D / 16) * 16;
+            const bool take = tile * TILE + row < p.cached;
+            nbi_codes_copy<D>(s->k[stage][row], c, k + row * D, k + TILE * D, row, take);
+            nbi_codes_copy<D>(s->v[stage][row], c, v + row * D, v + TILE * D, row, take);
+        }
+        return;
+    }
     const uint16_t *k = static_cast<const uint16_t *>(a.k) + at;
     const uint16_t *v = static_cast<const uint16_t *>(a.v) + at;
     const uint32_t stage = (tile - p.begin) % STAGES;
@@ -79,6 +94,17 @@ NBI_DEV void load_tile(const nbi_cuda_attend &a, const block_part &p, uint32_t t
         const bool take = tile * TILE + row < p.cached;
         nbi_copy_async(&s->k[stage][row][c], k + row * D + c, take);
         nbi_copy_async(&s->v[stage][row][c], v + row * D + c, take);
+    }
+}
+
+/* Codes that have come, of the rows that the warp asked for. */
+template <int D> NBI_DEV void decode_tile(block_memory<D> *s, uint32_t stage)
+{
+#pragma unroll
+    for (int i = threadIdx.x; i < TILE * (D / 16); i += THREADS) {
+        const int row = i / (D / 16), slot[2] = {row, row};
+        uint16_t *const rows[2] = {s->k[stage][row], s->v[stage][row]};
+        nbi_codes_decode<D>(rows, slot, i % (D / 16) * 16);
     }
 }
 
@@ -156,9 +182,31 @@ template <int D> NBI_DEV void put_key(const float *row, block_memory<D> *s)
         s->new_k[c / 2] = nbi_to_bf16x2(row[c], row[c + 1]);
 }
 
+/* A row as the new key or value of a cache of codes, by a warp: what the codes stand for, and
+ * these. */
+template <int D> NBI_DEV void put_codes(const float *row, int is_v, block_memory<D> *s)
+{
+    uint8_t *codes = s->new_codes[is_v];
+    nbi_codes_store(codes, &s->new_scale[is_v], D, 0, 1, [=](uint32_t i) { return row[i]; });
+    __syncwarp();
+    uint32_t *to = is_v ? reinterpret_cast<uint32_t *>(s->new_v) : s->new_k;
+    const float scale = s->new_scale[is_v];
+    for (int c = nbi_lane(); c < D / 2; c += NBI_WARP)
+        to[c] = nbi_to_bf16x2(nbi_from_e4m3(codes[2 * c]) * scale,
+                              nbi_from_e4m3(codes[2 * c + 1]) * scale);
+}
+
+template <int D, bool CODES> NBI_DEV void put_new_key(const float *row, block_memory<D> *s)
+{
+    if (CODES)
+        put_codes<D>(row, 0, s);
+    else
+        put_key<D>(row, s);
+}
+
 /* The slots' queries, and, where the block has the last position, the key and the value, from the
  * append's arguments: a warp takes head after head, the key behind the queries. */
-template <int D>
+template <int D, bool CODES>
 NBI_DEV void make_rows(const nbi_cuda_attend &a, const nbi_gqa_append &n, const block_part &p,
                        block_memory<D> *s)
 {
@@ -181,13 +229,17 @@ NBI_DEV void make_rows(const nbi_cuda_attend &a, const nbi_gqa_append &n, const 
         if (i < heads)
             put_query<D>(row, i, s);
         else
-            put_key<D>(row, s);
+            put_new_key<D, CODES>(row, s);
         if (!two) continue;
         turn_head<D>(n, t, y, row);
         if (j < heads)
             put_query<D>(row, j, s);
         else
-            put_key<D>(row, s);
+            put_new_key<D, CODES>(row, s);
+    }
+    if (CODES) {
+        if (appends && warp == WARPS - 1) put_codes<D>(n.v + kv * D, 1, s);
+        return;
     }
     if (appends && threadIdx.x >= THREADS - D)
         s->new_v[threadIdx.x - (THREADS - D)] =
@@ -195,7 +247,7 @@ NBI_DEV void make_rows(const nbi_cuda_attend &a, const nbi_gqa_append &n, const 
 }
 
 /* The new position into its stage, and, by the first of the blocks that have it, into the cache. */
-template <int D>
+template <int D, bool CODES>
 NBI_DEV void put_new(const nbi_cuda_attend &a, const nbi_gqa_append &n, const block_part &p,
                      uint32_t tile, block_memory<D> *s)
 {
@@ -207,9 +259,17 @@ NBI_DEV void put_new(const nbi_cuda_attend &a, const nbi_gqa_append &n, const bl
         const nbi_u32x4 x = *static_cast<const nbi_u32x4 *>(from);
         *reinterpret_cast<nbi_u32x4 *>((is_v ? s->v : s->k)[stage][row] + c) = x;
         const size_t at = (size_t)p.pages[tile] * a.kv_page + p.head_at + row * D + c;
-        if (p.slot0 == 0)
+        if (!CODES && p.slot0 == 0)
             *reinterpret_cast<nbi_u32x4 *>(static_cast<uint16_t *>(is_v ? n.cache_v : n.cache_k) +
                                            at) = x;
+    }
+    if (CODES && p.slot0 == 0 && i < D / 8) {
+        const int is_v = i >= D / 16, c = i % (D / 16) * 16;
+        uint8_t *to = static_cast<uint8_t *>(is_v ? n.cache_v : n.cache_k) +
+                      (size_t)p.pages[tile] * a.kv_page + p.head_at;
+        *reinterpret_cast<nbi_u32x4 *>(to + row * D + c) =
+            *reinterpret_cast<const nbi_u32x4 *>(s->new_codes[is_v] + c);
+        if (c == 0) reinterpret_cast<float *>(to + TILE * D)[row] = s->new_scale[is_v];
     }
     __syncthreads();
 }
@@ -466,7 +526,7 @@ NBI_DEV void merge_slot(const nbi_cuda_attend &a, const nbi_attend_slot &slot, u
 
 /* ---------------------------------------------------------------- the kernel */
 
-template <int D, bool WALK, bool APPEND>
+template <int D, bool WALK, bool APPEND, bool CODES>
 NBI_DEV void run_tiles(const nbi_cuda_attend &a, const nbi_gqa_append &n, const block_part &p,
                        block_memory<D> *s, uint32_t splits)
 {
@@ -486,17 +546,19 @@ NBI_DEV void run_tiles(const nbi_cuda_attend &a, const nbi_gqa_append &n, const 
         const uint32_t stage = (tile - p.begin) % STAGES;
         if (tile == p.begin) { /* the second is on its way already */
             nbi_copy_wait<1>();
+            if (CODES) decode_tile<D>(s, stage);
             __syncthreads();
         } else {
             nbi_copy_wait<0>();
+            if (CODES) decode_tile<D>(s, stage);
             __syncthreads();
             if (tile + 1 < p.end) {
-                load_tile<D>(a, p, tile + 1, page, s);
+                load_tile<D, CODES>(a, p, tile + 1, page, s);
                 page = tile + 2 < p.end ? p.pages[tile + 2] : 0;
             }
             nbi_copy_commit();
         }
-        if (APPEND && tile == p.cached / TILE) put_new<D>(a, n, p, tile, s);
+        if (APPEND && tile == p.cached / TILE) put_new<D, CODES>(a, n, p, tile, s);
         score_tile<D>(q, s->k[stage], s);
         __syncthreads();
         const bool ends = (tile + 1) % per_split == 0 || tile + 1 == p.end;
@@ -510,7 +572,7 @@ NBI_DEV void run_tiles(const nbi_cuda_attend &a, const nbi_gqa_append &n, const 
     if (WALK) store_walked<D>(a, s, run);
 }
 
-template <int D, bool WALK, bool APPEND>
+template <int D, bool WALK, bool APPEND, bool CODES>
 static __global__ void __launch_bounds__(THREADS, 2)
     few_kernel(nbi_cuda_attend a, nbi_gqa_append n, uint32_t group_rows, uint32_t splits,
                uint32_t *arrivals)
@@ -526,7 +588,7 @@ static __global__ void __launch_bounds__(THREADS, 2)
     for (int i = 0; i < STAGES; i++) page[i] = p.begin + i < p.end ? p.pages[p.begin + i] : 0;
 #pragma unroll
     for (int i = 0; i < STAGES; i++) {
-        if (p.begin + i < p.end) load_tile<D>(a, p, p.begin + i, page[i], s);
+        if (p.begin + i < p.end) load_tile<D, CODES>(a, p, p.begin + i, page[i], s);
         nbi_copy_commit();
     }
     if (threadIdx.x < SLOTS)
@@ -537,11 +599,11 @@ static __global__ void __launch_bounds__(THREADS, 2)
     if (APPEND) nbi_wait_before();
     nbi_let_next();
     if (APPEND)
-        make_rows<D>(a, n, p, s);
+        make_rows<D, CODES>(a, n, p, s);
     else
         load_queries<D>(a, s);
     __syncthreads();
-    run_tiles<D, WALK, APPEND>(a, n, p, s, splits);
+    run_tiles<D, WALK, APPEND, CODES>(a, n, p, s, splits);
     if (!WALK && arrive_last<D>(p, s, arrivals))
         for (uint32_t i = threadIdx.x / NBI_WARP; i < SLOTS; i += WARPS)
             if (s->slot[i].n) merge_slot<D>(a, s->slot[i], p.g.split, splits);
@@ -549,7 +611,7 @@ static __global__ void __launch_bounds__(THREADS, 2)
 
 /* ---------------------------------------------------------------- launches */
 
-template <int D, bool APPEND>
+template <int D, bool APPEND, bool CODES>
 static void launch(nbi_cuda *c, const nbi_cuda_attend *a, const nbi_gqa_append &n)
 {
     const uint32_t ratio = a->n_heads / a->n_kv, splits = nbi_attend_splits_most(a->max_len);
@@ -564,17 +626,25 @@ static void launch(nbi_cuda *c, const nbi_cuda_attend *a, const nbi_gqa_append &
         z = 1;
     nbi_launch(&c->rt, dim3(a->n_rows, a->n_kv * parts, z > 1 ? z : 1), dim3(THREADS),
                sizeof(block_memory<D>),
-               z > 1 ? few_kernel<D, false, APPEND> : few_kernel<D, true, APPEND>, *a, n, rows,
-               splits, c->arrivals);
+               z > 1 ? few_kernel<D, false, APPEND, CODES> : few_kernel<D, true, APPEND, CODES>, *a,
+               n, rows, splits, c->arrivals);
+}
+
+template <int D, bool CODES>
+static void launch_type(nbi_cuda *c, const nbi_cuda_attend *a, const nbi_gqa_append *append)
+{
+    if (append)
+        launch<D, true, CODES>(c, a, *append);
+    else
+        launch<D, false, CODES>(c, a, nbi_gqa_append{});
 }
 
 bool nbi_cuda_attend_few(nbi_cuda *c, const nbi_cuda_attend *a, const nbi_gqa_append *append)
 {
     if (!nbi_cuda_attend_by_mma(a) || c->rt.shared_max < sizeof(block_memory<128>)) return false;
-    const nbi_gqa_append n = append ? *append : nbi_gqa_append{};
     if (a->k_width == 64)
-        append ? launch<64, true>(c, a, n) : launch<64, false>(c, a, n);
+        a->codes ? launch_type<64, true>(c, a, append) : launch_type<64, false>(c, a, append);
     else
-        append ? launch<128, true>(c, a, n) : launch<128, false>(c, a, n);
+        a->codes ? launch_type<128, true>(c, a, append) : launch_type<128, false>(c, a, append);
     return true;
 }

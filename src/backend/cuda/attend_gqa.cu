@@ -1,5 +1,5 @@
-/* Attention of heads of 64 or 128 values over a BF16 cache by matrix units: many rows of a
- * sequence. Callers: attend.cu.
+/* Attention of heads of 64 or 128 values over a cache in BF16 or E4M3 by matrix units: many rows of
+ * a sequence. Callers: attend.cu.
  *
  * A warp has 16 slots, pairs of a row and a query head of one kv head; a block's warps share the
  * positions. Few rows are attend_few.cu's, with the same bits. Queries and probabilities go in as
@@ -48,11 +48,23 @@ NBI_DEV void load_queries(const nbi_cuda_attend &a, const nbi_attend_group &g, u
 }
 
 /* Keys and values of a tile on their way to `stage`; zeros behind the group's last position. */
-template <int D, int NW>
+template <int D, int NW, bool CODES>
 NBI_DEV void load_tile(const nbi_cuda_attend &a, const nbi_attend_group &g, size_t head_at,
                        uint32_t tile, int32_t page, uint16_t *stage)
 {
     const size_t at = (size_t)page * a.kv_page + head_at;
+    if (CODES) {
+        const uint8_t *keys = static_cast<const uint8_t *>(a.k) + at;
+        const uint8_t *values = static_cast<const uint8_t *>(a.v) + at;
+#pragma unroll 1
+        for (int i = threadIdx.x; i < 2 * TILE * (D / 16); i += NW * NBI_WARP) {
+            const int row = i / (D / 16), c = i % (D / 16) * 16, slot = row % TILE;
+            const uint8_t *from = row < TILE ? keys : values;
+            nbi_codes_copy<D>(stage + row * padded<D>, c, from + slot * D, from + TILE * D, slot,
+                              tile * TILE + slot < g.n);
+        }
+        return;
+    }
     const uint16_t *k = static_cast<const uint16_t *>(a.k) + at;
     const uint16_t *v = static_cast<const uint16_t *>(a.v) + at;
 #pragma unroll 4
@@ -61,6 +73,18 @@ NBI_DEV void load_tile(const nbi_cuda_attend &a, const nbi_attend_group &g, size
         const bool take = tile * TILE + row < g.n;
         nbi_copy_async(stage + row * padded<D> + c, k + row * D + c, take);
         nbi_copy_async(stage + (TILE + row) * padded<D> + c, v + row * D + c, take);
+    }
+}
+
+/* Codes that have come, of the rows that the warp asked for. */
+template <int D, int NW> NBI_DEV void decode_tile(uint16_t *stage)
+{
+#pragma unroll 1
+    for (int i = threadIdx.x; i < 2 * TILE * (D / 16);
+         i += NW * NBI_WARP) { /* sums fill registers */
+        const int row = i / (D / 16), slot[1] = {row};
+        uint16_t *const rows[1] = {stage + row * padded<D>};
+        nbi_codes_decode<D>(rows, slot, i % (D / 16) * 16);
     }
 }
 
@@ -209,7 +233,7 @@ NBI_DEV void store_out(const nbi_cuda_attend &a, const softmax<D> &run, int side
 }
 
 /* Tiles [begin, end) of the group for one block; WALK: all of them, merged here. */
-template <int D, int NW, bool WALK>
+template <int D, int NW, bool WALK, bool CODES>
 NBI_DEV void run_tiles(const nbi_cuda_attend &a, const nbi_attend_group &g, uint32_t kv,
                        const nbi_attend_slot slot[2], uint32_t begin, uint32_t end, uint32_t splits)
 {
@@ -223,16 +247,17 @@ NBI_DEV void run_tiles(const nbi_cuda_attend &a, const nbi_attend_group &g, uint
     softmax<D> x, run;
     start(x);
     if (WALK) start(run);
-    load_tile<D, NW>(a, g, head_at, begin, pages[begin], stages);
+    load_tile<D, NW, CODES>(a, g, head_at, begin, pages[begin], stages);
     nbi_copy_commit();
     int32_t page = begin + 1 < end ? pages[begin + 1] : 0;
     for (uint32_t tile = begin; tile < end; tile++) {
-        const uint16_t *k = stages + (tile - begin) % 2 * 2 * TILE * padded<D>;
+        uint16_t *k = stages + (tile - begin) % 2 * 2 * TILE * padded<D>;
         nbi_copy_wait<0>();
+        if (CODES) decode_tile<D, NW>(k);
         __syncthreads();
         if (tile + 1 < end)
-            load_tile<D, NW>(a, g, head_at, tile + 1, page,
-                             stages + (tile + 1 - begin) % 2 * 2 * TILE * padded<D>);
+            load_tile<D, NW, CODES>(a, g, head_at, tile + 1, page,
+                                    stages + (tile + 1 - begin) % 2 * 2 * TILE * padded<D>);
         nbi_copy_commit();
         if (tile + 2 < end) page = pages[tile + 2];
         float s[TILE / 8][4];
@@ -259,7 +284,7 @@ NBI_DEV void run_tiles(const nbi_cuda_attend &a, const nbi_attend_group &g, uint
         if (slot[side].n) store_out(a, run, side, slot[side]);
 }
 
-template <int D, int NW, bool WALK>
+template <int D, int NW, bool WALK, bool CODES>
 static __global__ void __launch_bounds__(NW *NBI_WARP)
     gqa_kernel(nbi_cuda_attend a, uint32_t group_rows, uint32_t splits)
 {
@@ -280,36 +305,37 @@ static __global__ void __launch_bounds__(NW *NBI_WARP)
     const nbi_attend_slot slot[2] = {nbi_attend_slot_of(a, g, kv, own + nbi_lane() / 4),
                                      nbi_attend_slot_of(a, g, kv, own + nbi_lane() / 4 + 8)};
     if (WALK) {
-        run_tiles<D, NW, WALK>(a, g, kv, slot, 0, tiles, splits);
+        run_tiles<D, NW, WALK, CODES>(a, g, kv, slot, 0, tiles, splits);
         return;
     }
     const uint32_t begin = blockIdx.z * per_split;
-    run_tiles<D, NW, WALK>(a, g, kv, slot, begin,
-                           begin + per_split < tiles ? begin + per_split : tiles, splits);
+    run_tiles<D, NW, WALK, CODES>(a, g, kv, slot, begin,
+                                  begin + per_split < tiles ? begin + per_split : tiles, splits);
 }
 
 /* ---------------------------------------------------------------- launches */
 
-template <int D, int NW> static void launch(nbi_cuda *c, const nbi_cuda_attend *a)
+template <int D, int NW, bool CODES> static void launch(nbi_cuda *c, const nbi_cuda_attend *a)
 {
     const uint32_t ratio = a->n_heads / a->n_kv;
     const uint32_t rows = nbi_attend_group_rows(ratio, NW * SLOTS);
     const uint32_t parts = rows * ratio / (NW * SLOTS);
     const auto one = [=](const nbi_cuda_attend &part, bool walk, uint32_t splits, uint32_t grid) {
         nbi_launch(&c->rt, dim3(part.n_rows, part.n_kv * parts, grid), dim3(NW * NBI_WARP),
-                   shared_bytes<D, NW>(), walk ? gqa_kernel<D, NW, true> : gqa_kernel<D, NW, false>,
-                   part, rows, splits);
+                   shared_bytes<D, NW>(),
+                   walk ? gqa_kernel<D, NW, true, CODES> : gqa_kernel<D, NW, false, CODES>, part,
+                   rows, splits);
     };
     nbi_attend_launches(c, a, a->n_kv * nbi_ceil_div(a->n_rows * ratio, NW * SLOTS), 2, one);
 }
 
 /* Rows of a sequence share blocks where there are many of them. */
-template <int D> static void launch_shape(nbi_cuda *c, const nbi_cuda_attend *a)
+template <int D, bool CODES> static void launch_shape(nbi_cuda *c, const nbi_cuda_attend *a)
 {
     if (c->rt.shared_max >= shared_bytes<D, 4>())
-        launch<D, 4>(c, a);
+        launch<D, 4, CODES>(c, a);
     else
-        launch<D, 2>(c, a);
+        launch<D, 2, CODES>(c, a);
 }
 
 bool nbi_cuda_attend_by_mma(const nbi_cuda_attend *a)
@@ -324,8 +350,8 @@ bool nbi_cuda_attend_gqa(nbi_cuda *c, const nbi_cuda_attend *a)
     if (!nbi_cuda_attend_by_mma(a)) return false;
     if (a->n_rows < 4 * a->n_seqs && nbi_cuda_attend_few(c, a, NULL)) return true;
     if (a->k_width == 64)
-        launch_shape<64>(c, a);
+        a->codes ? launch_shape<64, true>(c, a) : launch_shape<64, false>(c, a);
     else
-        launch_shape<128>(c, a);
+        a->codes ? launch_shape<128, true>(c, a) : launch_shape<128, false>(c, a);
     return true;
 }

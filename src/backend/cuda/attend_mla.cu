@@ -1,5 +1,5 @@
-/* Attention over latents of 512 values and keys of 64 behind them, in a BF16 cache, by matrix
- * units. Callers: attend.cu.
+/* Attention over latents of 512 values and keys of 64 behind them, in a cache in BF16 or E4M3, by
+ * matrix units. Callers: attend.cu.
  *
  * A block of 8 warps has 16 or 32 slots, pairs of a row and a head, and walks over tiles of 32
  * positions. Scores: a warp sums a quarter of the 576 products, the quarters are added in order.
@@ -17,6 +17,7 @@
 #define ROW    (WIDTH + 8)
 #define P_ROW  (TILE + 8)
 #define COPIES (TILE / WARPS * (WIDTH / 8) / NBI_WARP) /* of 16 bytes, per lane and tile */
+#define SLOT   (LATENT + 16 + 2 * 64) /* bytes of a position in codes: kv_shape.h */
 
 /* Shared memory of a block with M times 16 slots. */
 template <int M, int STAGES> struct alignas(16) block_memory {
@@ -76,6 +77,61 @@ NBI_DEV void load_positions(const nbi_cuda_attend &a, long long place, uint16_t 
         const long long at = __shfl_sync(NBI_FULL_MASK, place, row);
         nbi_copy_async(&stage[first + row][c], latent + (at < 0 ? 0 : at) + c, at >= 0);
     }
+}
+
+/* The same of a cache of codes: codes to the second half of where the latent will be, the rope key
+ * to its place, scales behind it. */
+NBI_DEV void load_codes(const nbi_cuda_attend &a, long long place, uint16_t (*stage)[ROW])
+{
+    const uint8_t *from = static_cast<const uint8_t *>(a.k);
+    const int first = threadIdx.x / NBI_WARP * 4, lane = nbi_lane();
+#pragma unroll
+    for (int row = 0; row < 4; row++) {
+        const long long at = __shfl_sync(NBI_FULL_MASK, place, row);
+        nbi_copy_async(reinterpret_cast<uint8_t *>(stage[first + row]) + LATENT + 16 * lane,
+                       from + (at < 0 ? 0 : at) + 16 * lane, at >= 0);
+    }
+#pragma unroll
+    for (int i = 0; i < 2; i++) { /* of each row a piece of scales and eight of the key */
+        const int e = lane + NBI_WARP * i, row = e / 9 < 4 ? e / 9 : 3, c = e % 9;
+        const long long at = __shfl_sync(NBI_FULL_MASK, place, row);
+        if (e < 36)
+            nbi_copy_async(c ? stage[first + row] + LATENT + 8 * (c - 1)
+                             : stage[first + row] + WIDTH,
+                           from + (at < 0 ? 0 : at) + LATENT + 16 * c, at >= 0);
+    }
+}
+
+/* Codes that have come, of the warp's four positions. */
+NBI_DEV void decode_codes(uint16_t (*stage)[ROW])
+{
+    const int first = threadIdx.x / NBI_WARP * 4, lane = nbi_lane();
+    nbi_u32x4 codes[4];
+    float scale[4];
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const uint16_t *row = stage[first + i];
+        codes[i] = *reinterpret_cast<const nbi_u32x4 *>(row + LATENT / 2 + 8 * lane);
+        scale[i] = reinterpret_cast<const float *>(row + WIDTH)[lane / 8];
+    }
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        nbi_u32x4 out[2];
+        nbi_codes_decode16(codes[i], scale[i], out);
+        *reinterpret_cast<nbi_u32x4 *>(stage[first + i] + 16 * lane) = out[0];
+        *reinterpret_cast<nbi_u32x4 *>(stage[first + i] + 16 * lane + 8) = out[1];
+    }
+}
+
+template <bool CODES>
+NBI_DEV void load_tile(const nbi_cuda_attend &a, long long place, uint16_t (*stage)[ROW])
+{
+    if (CODES)
+        load_codes(a, place, stage);
+    else
+        load_positions(a, place, stage);
 }
 
 /* Scores of a quarter of the width: with 16 slots a warp takes half of the positions, with 32 it
@@ -264,7 +320,7 @@ NBI_DEV void end_split(const nbi_cuda_attend &a, const block_memory<M, STAGES> *
 
 /* Tiles [begin, end) of the group, of which the first STAGES are on their way; WALK: all of them,
  * merged here. */
-template <int M, int STAGES, bool WALK>
+template <int M, int STAGES, bool WALK, bool CODES>
 NBI_DEV void run_tiles(const nbi_cuda_attend &a, const nbi_attend_group &g,
                        block_memory<M, STAGES> *s, uint32_t begin, uint32_t end, uint32_t splits)
 {
@@ -280,16 +336,21 @@ NBI_DEV void run_tiles(const nbi_cuda_attend &a, const nbi_attend_group &g,
     for (uint32_t tile = begin; tile < end; tile++) {
         if (tile == begin) {
             nbi_copy_wait<STAGES - 1>();
+            if (CODES) decode_codes(s->stage[0]);
             __syncthreads();
         } else {
             const uint32_t next = tile - 1 + STAGES;
-            if (STAGES > 1) nbi_copy_wait<STAGES == 1 ? 0 : STAGES - 2>();
+            if (STAGES > 1) {
+                nbi_copy_wait<STAGES == 1 ? 0 : STAGES - 2>();
+                if (CODES) decode_codes(s->stage[(tile - begin) % STAGES]);
+            }
             __syncthreads();
-            if (next < end) load_positions(a, place, s->stage[(next - begin) % STAGES]);
+            if (next < end) load_tile<CODES>(a, place, s->stage[(next - begin) % STAGES]);
             nbi_copy_commit();
             place = find_place(a, g, next + 1);
             if (STAGES == 1) {
                 nbi_copy_wait<0>();
+                if (CODES) decode_codes(s->stage[0]);
                 __syncthreads();
             }
         }
@@ -328,7 +389,7 @@ NBI_DEV void store_nothing(const nbi_cuda_attend &a, const nbi_attend_group &g, 
 
 /* The first STAGES tiles on their way: what steps before left in the cache while the kernel before
  * still runs. */
-template <int M, int STAGES>
+template <int M, int STAGES, bool CODES>
 NBI_DEV void begin_tiles(const nbi_cuda_attend &a, const nbi_attend_group &g,
                          block_memory<M, STAGES> *s, uint32_t begin, uint32_t end)
 {
@@ -337,7 +398,7 @@ NBI_DEV void begin_tiles(const nbi_cuda_attend &a, const nbi_attend_group &g,
 #pragma unroll
     for (uint32_t i = 0; i < STAGES; i++) {
         if (begin + i >= end || (begin + i + 1) * TILE > old) continue;
-        load_positions(a, find_place(a, g, begin + i), s->stage[i]);
+        load_tile<CODES>(a, find_place(a, g, begin + i), s->stage[i]);
         nbi_copy_commit();
         sent++;
     }
@@ -346,13 +407,13 @@ NBI_DEV void begin_tiles(const nbi_cuda_attend &a, const nbi_attend_group &g,
 #pragma unroll
     for (uint32_t i = 0; i < STAGES; i++) {
         if (i < sent) continue;
-        if (begin + i < end) load_positions(a, find_place(a, g, begin + i), s->stage[i]);
+        if (begin + i < end) load_tile<CODES>(a, find_place(a, g, begin + i), s->stage[i]);
         nbi_copy_commit();
     }
 }
 
 /* Whole splits of a group per block; WALK: all of them. */
-template <int M, int STAGES, bool WALK>
+template <int M, int STAGES, bool WALK, bool CODES>
 static __global__ void __launch_bounds__(THREADS, 1)
     mla_kernel(nbi_cuda_attend a, uint32_t group_rows, uint32_t splits)
 {
@@ -379,10 +440,10 @@ static __global__ void __launch_bounds__(THREADS, 1)
     block_memory<M, STAGES> *s = nbi_shared<block_memory<M, STAGES>>();
     if (threadIdx.x < 16 * M)
         s->slot[threadIdx.x] = nbi_attend_slot_of(a, g, 0, slot0 + threadIdx.x);
-    begin_tiles(a, g, s, begin, end);
+    begin_tiles<M, STAGES, CODES>(a, g, s, begin, end);
     __syncthreads();
     load_queries(a, s);
-    run_tiles<M, STAGES, WALK>(a, g, s, begin, end, splits);
+    run_tiles<M, STAGES, WALK, CODES>(a, g, s, begin, end, splits);
 }
 
 /* ---------------------------------------------------------------- launches */
@@ -401,20 +462,27 @@ static block_grid grid_of(const nbi_cuda_attend *a, uint32_t slots)
     return {rows, parts, nbi_ceil_div(a->n_rows, rows) * parts};
 }
 
-template <int M, int STAGES, bool WALK>
-static bool launch(nbi_cuda *c, const nbi_cuda_attend *a, uint32_t splits, uint32_t z)
+template <int M, int STAGES, bool WALK, bool CODES>
+static bool launch_type(nbi_cuda *c, const nbi_cuda_attend *a, uint32_t splits, uint32_t z)
 {
     if (c->rt.shared_max < sizeof(block_memory<M, STAGES>)) return false;
     const block_grid g = grid_of(a, 16 * M);
     nbi_launch(&c->rt, dim3(a->n_rows, g.parts, z), dim3(THREADS), sizeof(block_memory<M, STAGES>),
-               mla_kernel<M, STAGES, WALK>, *a, g.rows, splits);
+               mla_kernel<M, STAGES, WALK, CODES>, *a, g.rows, splits);
     return true;
+}
+
+template <int M, int STAGES, bool WALK>
+static bool launch(nbi_cuda *c, const nbi_cuda_attend *a, uint32_t splits, uint32_t z)
+{
+    return a->codes ? launch_type<M, STAGES, WALK, true>(c, a, splits, z)
+                    : launch_type<M, STAGES, WALK, false>(c, a, splits, z);
 }
 
 bool nbi_cuda_attend_mla(nbi_cuda *c, const nbi_cuda_attend *a, uint32_t *unmerged)
 {
     if (!a->bf16 || a->k != a->v || a->n_kv != 1 || a->k_width != WIDTH || a->v_width != LATENT ||
-        (uintptr_t)a->k % 16 || a->kv_slot != WIDTH || a->out_head % 2 ||
+        (uintptr_t)a->k % 16 || a->kv_slot != (a->codes ? SLOT : WIDTH) || a->out_head % 2 ||
         c->rt.shared_max < sizeof(block_memory<1, 1>))
         return false;
     const uint32_t splits = nbi_attend_splits_most(a->max_len), sms = (uint32_t)c->rt.n_sms;

@@ -10,6 +10,7 @@
 #pragma once
 
 #include "backend/cuda/cuda_backend.h"
+#include "backend/kv_shape.h"
 
 #define NBI_ATTEND_SPLIT      128u /* positions of a split, for contexts up to 64 of them */
 #define NBI_ATTEND_SPLITS_MAX 64u
@@ -19,7 +20,9 @@ struct nbi_cuda_attend {
     const float *q; /* of row `first` */
     float *out;     /* of row `first`; may be q when out_head == q_head */
     const void *k, *v;
-    bool bf16; /* the cache; else float */
+    bool bf16;          /* the cache, or what its codes stand for; else float */
+    bool codes;         /* E4M3: elements are bytes */
+    nbi_kv_shape shape; /* of k, and of v where it is not k */
     size_t q_row, q_head, out_row, out_head;
     size_t kv_page, kv_head, kv_slot;
     uint32_t n_heads, n_kv, k_width, v_width;
@@ -120,7 +123,8 @@ struct nbi_gqa_append {
     uint32_t n_heads, n_kv, dim;
     nbi_rope_arg rope;
     void *cache_k, *cache_v;
-    bool bf16;
+    bool bf16, codes;
+    nbi_kv_shape shape;
     const int32_t *pos, *row_seq, *page_table;
     uint32_t page_stride;
 };

@@ -1,5 +1,5 @@
 /* Grouped-query attention: norm, rotate and append keys and values; attend. Callers: the backend's
- * table. The cache holds rotated, normed keys, [pages][kv heads][64][head_dim]. */
+ * table. The cache holds rotated, normed keys (kv_shape.h). */
 #include "backend/cuda/attend.h"
 
 #define WARPS 4u
@@ -8,6 +8,23 @@
 NBI_DEV float normed(const float *x, const float *weight, float r, uint32_t i)
 {
     return weight ? x[i] * r * weight[i] : x[i];
+}
+
+/* A key that is done, and its value, as codes. */
+NBI_DEV void append_codes(const nbi_gqa_append &a, size_t t, uint32_t kv)
+{
+    const uint32_t p = (uint32_t)a.pos[t], slot = p % NBI_PAGE_TOKENS;
+    const size_t head = nbi_kv_page(a.page_table, a.page_stride, a.row_seq[t], p) * a.shape.page +
+                        (size_t)kv * a.shape.head;
+    const size_t at = head + slot * a.shape.slot;
+    const size_t scales = head + a.shape.scales + slot * a.shape.scale_slot;
+    __syncwarp(); /* other lanes wrote parts of the key */
+    for (int is_v = 0; is_v < 2; is_v++) {
+        const float *x = (is_v ? a.v : a.k) + (t * a.n_kv + kv) * a.dim;
+        uint8_t *to = static_cast<uint8_t *>(is_v ? a.cache_v : a.cache_k);
+        nbi_codes_store(to + at, reinterpret_cast<float *>(to + scales), a.dim, 0, 1,
+                        [=](uint32_t i) { return x[i]; });
+    }
 }
 
 /* A warp takes one head of one row: the query heads, then the key heads. */
@@ -41,14 +58,18 @@ static __global__ void gqa_append_kernel(nbi_gqa_append a)
         nbi_rope_turn(a.rope, t, i, &u, &v);
         x[iu] = u;
         x[iv] = v;
-        if (!is_k) continue;
+        if (!is_k || a.codes) continue;
         nbi_kv_store(a.cache_k, at + iu, a.bf16, u);
         nbi_kv_store(a.cache_k, at + iv, a.bf16, v);
     }
     for (uint32_t i = a.rope.dim / 2 * 2 + lane; i < a.dim; i += NBI_WARP) {
         const float y = normed(x, weight, r, i);
         x[i] = y;
-        if (is_k) nbi_kv_store(a.cache_k, at + i, a.bf16, y);
+        if (is_k && !a.codes) nbi_kv_store(a.cache_k, at + i, a.bf16, y);
+    }
+    if (is_k && a.codes) {
+        append_codes(a, t, kv);
+        return;
     }
     const float *v = a.v + (t * a.n_kv + kv) * a.dim;
     for (uint32_t i = lane; is_k && i < a.dim; i += NBI_WARP)
@@ -71,7 +92,9 @@ static nbi_gqa_append append_of(const nbi_cuda_waiting *w)
             .rope = nbi_rope_of(&w->rope),
             .cache_k = w->cache.k,
             .cache_v = w->cache.v,
-            .bf16 = w->cache.dtype == NBI_BF16,
+            .bf16 = w->cache.dtype != NBI_F32,
+            .codes = w->cache.dtype == NBI_F8_E4M3,
+            .shape = nbi_kv_head_shape(w->cache.dtype, args->n_kv_heads, args->head_dim),
             .pos = batch->pos,
             .row_seq = batch->row_seq,
             .page_table = batch->page_table,
@@ -112,18 +135,22 @@ void nbi_cuda_gqa_attend(nbi_backend *b, const nbi_gqa_attend_args *args)
     nbi_cuda *c = nbi_cuda_of(b);
     const nbi_batch *batch = args->batch;
     const size_t dim = args->head_dim, row = args->n_heads * dim;
+    const nbi_kv_shape shape = nbi_kv_head_shape(args->cache->dtype, args->n_kv_heads, dim);
+    const uint32_t element = nbi_dtype_bits(args->cache->dtype) / 8;
     NB_ASSERT(args->n_heads % args->n_kv_heads == 0);
     const nbi_cuda_attend a = {.q = static_cast<const float *>(args->q),
                                .out = static_cast<float *>(args->out),
                                .k = args->cache->k,
                                .v = args->cache->v,
-                               .bf16 = args->cache->dtype == NBI_BF16,
+                               .bf16 = args->cache->dtype != NBI_F32,
+                               .codes = args->cache->dtype == NBI_F8_E4M3,
+                               .shape = shape,
                                .q_row = row,
                                .q_head = dim,
                                .out_row = row,
                                .out_head = dim,
-                               .kv_page = args->n_kv_heads * NBI_PAGE_TOKENS * dim,
-                               .kv_head = NBI_PAGE_TOKENS * dim,
+                               .kv_page = shape.page / element,
+                               .kv_head = shape.head / element,
                                .kv_slot = dim,
                                .n_heads = args->n_heads,
                                .n_kv = args->n_kv_heads,

@@ -21,7 +21,8 @@ struct mla_append {
     uint32_t n_heads, nope, rope_dim, lora, kv_stride;
     nbi_rope_arg rope;
     void *latent;
-    bool bf16;
+    bool bf16, codes;
+    nbi_kv_shape shape;
     const int32_t *pos, *row_seq, *page_table;
     uint32_t page_stride;
 };
@@ -50,16 +51,29 @@ NBI_DEV void append_latent(const mla_append &a, size_t t)
     const float r = 1.0f / sqrtf(square_sum(kv, a.lora) / (float)a.lora + a.eps);
     const uint32_t p = (uint32_t)a.pos[t];
     const size_t page = nbi_kv_page(a.page_table, a.page_stride, a.row_seq[t], p);
-    const size_t at = (page * NBI_PAGE_TOKENS + p % NBI_PAGE_TOKENS) * (a.lora + a.rope_dim);
-    for (uint32_t i = threadIdx.x; i < a.lora; i += blockDim.x)
-        nbi_kv_store(a.latent, at + i, a.bf16, kv[i] * r * a.norm[i]);
+    size_t at = (page * NBI_PAGE_TOKENS + p % NBI_PAGE_TOKENS) * (a.lora + a.rope_dim);
+    void *key = a.latent;
+    if (a.codes) {
+        const float *norm = a.norm;
+        uint8_t *to = static_cast<uint8_t *>(a.latent) +
+                      (page * NBI_PAGE_TOKENS + p % NBI_PAGE_TOKENS) * (size_t)a.shape.slot;
+        nbi_codes_store(to, reinterpret_cast<float *>(to + a.shape.scales), a.lora,
+                        threadIdx.x / NBI_WARP, blockDim.x / NBI_WARP,
+                        [=](uint32_t i) { return kv[i] * r * norm[i]; });
+        key = to + a.shape.tail;
+        at = 0;
+    } else {
+        for (uint32_t i = threadIdx.x; i < a.lora; i += blockDim.x)
+            nbi_kv_store(a.latent, at + i, a.bf16, kv[i] * r * a.norm[i]);
+        at += a.lora;
+    }
     for (uint32_t i = threadIdx.x; i < a.rope_dim / 2; i += blockDim.x) {
         uint32_t iu, iv;
         nbi_rope_pair(a.rope, i, &iu, &iv);
         float u = kv[a.lora + iu], v = kv[a.lora + iv];
         nbi_rope_turn(a.rope, t, i, &u, &v);
-        nbi_kv_store(a.latent, at + a.lora + iu, a.bf16, u);
-        nbi_kv_store(a.latent, at + a.lora + iv, a.bf16, v);
+        nbi_kv_store(key, at + iu, a.bf16, u);
+        nbi_kv_store(key, at + iv, a.bf16, v);
     }
 }
 
@@ -100,7 +114,9 @@ static mla_append append_of(const nbi_cuda_waiting *w)
             .kv_stride = args->kv_stride,
             .rope = nbi_rope_of(&w->rope),
             .latent = w->cache.latent,
-            .bf16 = w->cache.dtype == NBI_BF16,
+            .bf16 = w->cache.dtype != NBI_F32,
+            .codes = w->cache.dtype == NBI_F8_E4M3,
+            .shape = nbi_kv_latent_shape(w->cache.dtype, args->kv_lora, args->rope_dim),
             .pos = batch->pos,
             .row_seq = batch->row_seq,
             .page_table = batch->page_table,
@@ -699,18 +715,23 @@ static nbi_cuda_attend attend_args(const nbi_mla_attend_args *args)
 {
     const nbi_batch *batch = args->batch;
     const size_t width = args->kv_lora + args->rope_dim;
+    const nbi_kv_shape shape =
+        nbi_kv_latent_shape(args->cache->dtype, args->kv_lora, args->rope_dim);
+    const size_t slot = shape.slot / (nbi_dtype_bits(args->cache->dtype) / 8);
     return {.q = NULL,
             .out = NULL,
             .k = args->cache->latent,
             .v = args->cache->latent,
-            .bf16 = args->cache->dtype == NBI_BF16,
+            .bf16 = args->cache->dtype != NBI_F32,
+            .codes = args->cache->dtype == NBI_F8_E4M3,
+            .shape = shape,
             .q_row = args->n_heads * width,
             .q_head = width,
             .out_row = args->n_heads * width,
             .out_head = width,
-            .kv_page = NBI_PAGE_TOKENS * width,
+            .kv_page = NBI_PAGE_TOKENS * slot,
             .kv_head = 0,
-            .kv_slot = width,
+            .kv_slot = slot,
             .n_heads = args->n_heads,
             .n_kv = 1,
             .k_width = (uint32_t)width,
@@ -759,7 +780,7 @@ static void attend_rows(nbi_cuda *c, const nbi_mla_attend_args *args, uint32_t f
                             .rope_dim = args->rope_dim,
                             .v = args->v_dim,
                             .lora = args->kv_lora,
-                            .halves = args->cache->dtype == NBI_BF16};
+                            .halves = args->cache->dtype != NBI_F32};
     mla_product out = in;
     out.x = x;
     out.y = static_cast<float *>(args->out) + (size_t)first * H * args->v_dim;

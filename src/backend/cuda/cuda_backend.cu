@@ -432,7 +432,6 @@ const nbi_backend_ops nbi_cuda_ops = {
     .size = sizeof(nbi_backend_ops),
     .name = "cuda",
     .mla_expanded = false,
-    .kv_fp8 = false,
     .asynchronous = true,
     .open = cuda_open,
     .close = cuda_close,

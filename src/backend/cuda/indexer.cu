@@ -4,6 +4,7 @@
  * A score depends on its row and position alone; the choice is exact: the topk largest, ties (and
  * -0 against 0) to the lower position, NaN below everything. Scores may be negative. */
 #include "backend/cuda/attention.h"
+#include "backend/cuda/codes.h"
 
 #define APPEND_WARPS 4u
 #define POSITIONS    128u /* of a block of scores: one per thread */
@@ -18,7 +19,8 @@ struct index_append {
     uint32_t dim;
     nbi_rope_arg rope;
     void *cache;
-    bool bf16;
+    bool bf16, codes;
+    nbi_kv_shape shape;
     uint32_t n_rows;
     const int32_t *pos, *row_seq, *page_table;
     uint32_t page_stride;
@@ -60,16 +62,30 @@ static __global__ void index_append_kernel(index_append a)
     const uint32_t p = (uint32_t)a.pos[t];
     const size_t page = nbi_kv_page(a.page_table, a.page_stride, a.row_seq[t], p);
     const size_t at = (page * NBI_PAGE_TOKENS + p % NBI_PAGE_TOKENS) * a.dim;
+    float *row = nbi_shared<float>() + threadIdx.x / NBI_WARP * a.dim; /* of a key to be coded */
+    const auto put = [=](uint32_t i, float x) {
+        if (a.codes)
+            row[i] = x;
+        else
+            nbi_kv_store(a.cache, at + i, a.bf16, x);
+    };
     for (uint32_t i = lane; i < a.rope.dim / 2; i += NBI_WARP) {
         uint32_t iu, iv;
         nbi_rope_pair(a.rope, i, &iu, &iv);
         float u = layer_normed(a, k, n, iu), v = layer_normed(a, k, n, iv);
         nbi_rope_turn(a.rope, t, i, &u, &v);
-        nbi_kv_store(a.cache, at + iu, a.bf16, u);
-        nbi_kv_store(a.cache, at + iv, a.bf16, v);
+        put(iu, u);
+        put(iv, v);
     }
     for (uint32_t i = a.rope.dim / 2 * 2 + lane; i < a.dim; i += NBI_WARP)
-        nbi_kv_store(a.cache, at + i, a.bf16, layer_normed(a, k, n, i));
+        put(i, layer_normed(a, k, n, i));
+    if (!a.codes) return;
+    __syncwarp();
+    uint8_t *head = static_cast<uint8_t *>(a.cache) + page * a.shape.page;
+    const uint32_t slot = p % NBI_PAGE_TOKENS;
+    nbi_codes_store(head + slot * a.shape.slot,
+                    reinterpret_cast<float *>(head + a.shape.scales + slot * a.shape.scale_slot),
+                    a.dim, 0, 1, [=](uint32_t i) { return row[i]; });
 }
 
 void nbi_cuda_index_append(nbi_backend *b, const nbi_index_append_args *args)
@@ -86,13 +102,16 @@ void nbi_cuda_index_append(nbi_backend *b, const nbi_index_append_args *args)
                             .rope = nbi_rope_of(args->rope),
                             .cache = args->cache->index_k,
                             .bf16 = args->cache->dtype == NBI_BF16,
+                            .codes = args->cache->dtype == NBI_F8_E4M3,
+                            .shape = nbi_kv_head_shape(args->cache->dtype, 1, args->index_dim),
                             .n_rows = batch->n_rows,
                             .pos = batch->pos,
                             .row_seq = batch->row_seq,
                             .page_table = batch->page_table,
                             .page_stride = batch->page_stride};
     nbi_launch(&c->rt, dim3(nbi_ceil_div(batch->n_rows, APPEND_WARPS)),
-               dim3(APPEND_WARPS * NBI_WARP), 0, index_append_kernel, a);
+               dim3(APPEND_WARPS * NBI_WARP), a.codes ? APPEND_WARPS * a.dim * sizeof(float) : 0,
+               index_append_kernel, a);
 }
 
 /* ---------------------------------------------------------------- scores */
@@ -105,6 +124,7 @@ struct index_select {
     uint32_t n_heads, dim, topk;
     nbi_rope_arg rope;
     const void *keys;
+    nbi_kv_shape shape;
     uint32_t first, n_rows;
     const int32_t *pos, *row_seq, *seq_first, *page_table;
     uint32_t page_stride;
@@ -143,7 +163,7 @@ NBI_DEV float add_head(float score, float dot, float weight)
 }
 
 /* A block is POSITIONS positions of one row, a thread one position; any shape. */
-template <bool BF16> static __global__ void index_score_kernel(index_select a)
+template <int TYPE> static __global__ void index_score_kernel(index_select a)
 {
     nbi_wait_before();
     nbi_let_next();
@@ -157,12 +177,18 @@ template <bool BF16> static __global__ void index_score_kernel(index_select a)
     const float head_scale = (float)(1.0 / sqrt((double)a.n_heads));
     for (uint32_t p = blockIdx.x * POSITIONS + threadIdx.x; p < n; p += gridDim.x * POSITIONS) {
         const size_t page = nbi_kv_page(a.page_table, a.page_stride, a.row_seq[t], p);
-        const size_t at = (page * NBI_PAGE_TOKENS + p % NBI_PAGE_TOKENS) * a.dim;
+        const uint32_t slot = p % NBI_PAGE_TOKENS;
+        size_t at = (page * NBI_PAGE_TOKENS + slot) * a.dim, scales = 0;
+        if (TYPE == NBI_CACHE_CODES) {
+            at = page * a.shape.page + slot * a.shape.slot;
+            scales = page * a.shape.page + a.shape.scales + slot * a.shape.scale_slot;
+        }
         float score = 0;
         for (uint32_t h = 0; h < a.n_heads; h++) {
             float dot = 0;
             for (uint32_t i = 0; i < a.dim; i++)
-                dot = fmaf(q[h * a.dim + i], nbi_kv_load<BF16>(a.keys, at + i), dot);
+                dot =
+                    fmaf(q[h * a.dim + i], nbi_kv_value<TYPE>(a.shape, a.keys, at, scales, i), dot);
             score = add_head(score, dot * dim_scale, a.w[t * a.n_heads + h] * head_scale);
         }
         a.scores[(size_t)r * a.stride + p] = sortable(score);
@@ -202,6 +228,30 @@ NBI_DEV void load_keys(const index_select &a, score_memory *s, int32_t seq, uint
         nbi_copy_async(&s->keys[row][c], keys + at, p < n);
     }
     nbi_copy_commit();
+}
+
+#define CODE_CHUNKS (MMA_DIM / 16)
+
+/* The same of a cache of codes, in BF16 when all is done. */
+NBI_DEV void load_code_keys(const index_select &a, score_memory *s, int32_t seq, uint32_t begin,
+                            uint32_t n)
+{
+    const uint8_t *keys = static_cast<const uint8_t *>(a.keys);
+    for (uint32_t i = threadIdx.x; i < POSITIONS * CODE_CHUNKS; i += MMA_THREADS) {
+        const uint32_t row = i / CODE_CHUNKS, c = i % CODE_CHUNKS * 16, p = begin + row;
+        const uint8_t *page = keys;
+        if (p < n) page += nbi_kv_page(a.page_table, a.page_stride, seq, p) * a.shape.page;
+        const int slot = p % NBI_PAGE_TOKENS;
+        nbi_codes_copy<MMA_DIM>(s->keys[row], c, page + slot * MMA_DIM, page + a.shape.scales, slot,
+                                p < n);
+    }
+    nbi_copy_commit();
+    nbi_copy_wait<0>();
+    for (uint32_t i = threadIdx.x; i < POSITIONS * CODE_CHUNKS; i += MMA_THREADS) {
+        uint16_t *const rows[1] = {s->keys[i / CODE_CHUNKS]};
+        const int slot[1] = {(int)(i / CODE_CHUNKS)};
+        nbi_codes_decode<MMA_DIM>(rows, slot, i % CODE_CHUNKS * 16);
+    }
 }
 
 /* Row t's queries in two BF16 halves, and its weights. */
@@ -259,7 +309,8 @@ NBI_DEV void score_row(const index_select &a, const score_memory *s, const uint3
 }
 
 /* A block is POSITIONS positions and up to MMA_GROUP rows of one sequence: 128 values per head,
- * BF16 keys, heads in eights. */
+ * keys in BF16 or codes, heads in eights. */
+template <bool CODES>
 static __global__ void __launch_bounds__(MMA_THREADS) index_score_mma_kernel(index_select a)
 {
     nbi_wait_before();
@@ -277,8 +328,12 @@ static __global__ void __launch_bounds__(MMA_THREADS) index_score_mma_kernel(ind
     const float head_scale = (float)(1.0 / sqrt((double)a.n_heads));
     const int lane = nbi_lane(), warp = threadIdx.x / NBI_WARP;
     for (uint32_t begin = blockIdx.x * POSITIONS; begin < n; begin += gridDim.x * POSITIONS) {
-        load_keys(a, s, seq, begin, n);
-        nbi_copy_wait<0>();
+        if (CODES) {
+            load_code_keys(a, s, seq, begin, n);
+        } else {
+            load_keys(a, s, seq, begin, n);
+            nbi_copy_wait<0>();
+        }
         __syncthreads();
         uint32_t k[2][8][4];
 #pragma unroll
@@ -434,20 +489,25 @@ size_t nbi_cuda_index_scratch(const nbi_limits *l)
     return all < most ? all : most;
 }
 
-static void select_rows(nbi_cuda *c, const index_select *a, bool bf16)
+static void select_rows(nbi_cuda *c, const index_select *a)
 {
     const uint32_t blocks = nbi_ceil_div(a->stride, POSITIONS);
     /* few blocks that find nothing to do when one sequence is long and many are short */
     uint32_t most = 16384u / a->n_rows;
     if (most < 32) most = 32;
     const dim3 grid(blocks < most ? blocks : most, a->n_rows);
-    if (bf16 && a->dim == MMA_DIM && a->n_heads % 8 == 0 && a->n_heads <= MMA_HEADS &&
+    const nbi_dtype dtype = a->shape.dtype;
+    const bool codes = dtype == NBI_F8_E4M3;
+    if (dtype != NBI_F32 && a->dim == MMA_DIM && a->n_heads % 8 == 0 && a->n_heads <= MMA_HEADS &&
         (uintptr_t)a->keys % 16 == 0)
-        nbi_launch(&c->rt, grid, dim3(MMA_THREADS), sizeof(score_memory), index_score_mma_kernel,
-                   *a);
+        nbi_launch(&c->rt, grid, dim3(MMA_THREADS), sizeof(score_memory),
+                   codes ? index_score_mma_kernel<true> : index_score_mma_kernel<false>, *a);
     else
         nbi_launch(&c->rt, grid, dim3(POSITIONS), (size_t)a->n_heads * a->dim * sizeof(float),
-                   bf16 ? index_score_kernel<true> : index_score_kernel<false>, *a);
+                   codes               ? index_score_kernel<NBI_CACHE_CODES>
+                   : dtype == NBI_BF16 ? index_score_kernel<NBI_CACHE_BF16>
+                                       : index_score_kernel<NBI_CACHE_F32>,
+                   *a);
     nbi_launch(&c->rt, dim3(a->n_rows), dim3(CHOOSE), 0, index_choose_kernel, *a);
 }
 
@@ -465,6 +525,7 @@ void nbi_cuda_index_select(nbi_backend *b, const nbi_index_select_args *args)
                       .topk = args->topk,
                       .rope = nbi_rope_of(args->rope),
                       .keys = args->cache->index_k,
+                      .shape = nbi_kv_head_shape(args->cache->dtype, 1, args->index_dim),
                       .first = 0,
                       .n_rows = T,
                       .pos = batch->pos,
@@ -482,7 +543,7 @@ void nbi_cuda_index_select(nbi_backend *b, const nbi_index_select_args *args)
     for (; a.first < T; a.first += a.n_rows) {
         a.n_rows = T - a.first < most ? T - a.first : most;
         if (a.n_rows > 65535) a.n_rows = 65535;
-        select_rows(c, &a, args->cache->dtype == NBI_BF16);
+        select_rows(c, &a);
     }
 }
 
