@@ -494,7 +494,9 @@ typedef struct nb_request_options {
     int32_t priority; /* lower goes first; 0 is usual */
     uint64_t client;  /* who asks: those of one priority take turns by it; any number, e.g. a hash
                        */
-    uint32_t timeout_ms;        /* from submit to the last token; 0: none */
+    uint64_t cache_salt; /* cached prefixes are shared by requests of the same value alone, e.g. a
+                            hash; 0 is one of them */
+    uint32_t timeout_ms; /* from submit to the last token; 0: none */
     const nb_grammar *grammar;  /* optional; the struct is copied, its user must live until it is
                                    released: a step may be under way when a request is closed */
     void (*notify)(void *user); /* optional: called from the engine's thread when something can be

@@ -108,6 +108,7 @@ struct nb_request {
     int32_t priority;          /* lower goes first */
     uint64_t client;           /* for turns within a priority */
     size_t bytes;              /* counted in the engine's request_bytes */
+    uint64_t cache_salt;       /* of nb_request_options */
     nbi_prefix_place peeked;   /* what the tree had for it while it waited */
     atomic_uint cached_tokens; /* of the prompt, found in the tree at first admission */
     int32_t drafts[NBI_DRAFTS_MAX]; /* [n_drafts] guesses at the tokens behind tokens[] */

@@ -35,14 +35,14 @@ static uint32_t expanded_pages(const nb_request *r)
 uint32_t nbi_request_peek_prefix(nb_engine *e, nb_request *r)
 {
     return nbi_prefix_peek(&e->prefix, &r->peeked, r->tokens, shareable_pages(e, r),
-                           expanded_pages(r));
+                           expanded_pages(r), r->cache_salt);
 }
 
 void nbi_request_match_prefix(nb_engine *e, nb_request *r)
 {
     NB_ASSERT(r->n_pages == 0);
-    uint32_t n =
-        nbi_prefix_match(&e->prefix, r->tokens, shareable_pages(e, r), expanded_pages(r), r->pages);
+    uint32_t n = nbi_prefix_match(&e->prefix, r->tokens, shareable_pages(e, r), expanded_pages(r),
+                                  r->cache_salt, r->pages);
     r->n_pages = r->n_shared = n;
     r->n_cached = n * NBI_PAGE_TOKENS;
 }
@@ -55,7 +55,7 @@ void nbi_request_share_pages(nb_engine *e, nb_request *r)
         int32_t parent = r->n_shared ? r->pages[r->n_shared - 1] : NBI_PREFIX_ROOT;
         int32_t page = nbi_prefix_insert(&e->prefix, parent, own,
                                          r->tokens + (size_t)r->n_shared * NBI_PAGE_TOKENS,
-                                         r->n_shared < expanded_pages(r));
+                                         r->n_shared < expanded_pages(r), r->cache_salt);
         if (page != own)
             nbi_kvpool_give(&e->pool, own); /* computed twice at the same time: the same bits */
         r->pages[r->n_shared++] = page;

@@ -4,9 +4,9 @@
 #include <string.h>
 
 /* FNV-1a over 32-bit words, then a finalising mix. */
-static uint64_t hash_node(int32_t parent, const int32_t *tokens, bool expanded)
+static uint64_t hash_node(int32_t parent, const int32_t *tokens, bool expanded, uint64_t salt)
 {
-    uint64_t h = 0xcbf29ce484222325ull ^ (uint32_t)parent ^ (uint64_t)expanded << 32;
+    uint64_t h = 0xcbf29ce484222325ull ^ (uint32_t)parent ^ (uint64_t)expanded << 32 ^ salt;
     for (uint32_t i = 0; i < NBI_PAGE_TOKENS; i++) h = (h ^ (uint32_t)tokens[i]) * 0x100000001b3ull;
     h ^= h >> 32;
     h *= 0x9e3779b97f4a7c15ull;
@@ -73,11 +73,11 @@ void nbi_prefix_retain(nbi_prefix *p, int32_t page)
 /* ---------------------------------------------------------------- lookup */
 
 static int32_t find(const nbi_prefix *p, int32_t parent, const int32_t *tokens, bool expanded,
-                    uint64_t hash)
+                    uint64_t salt, uint64_t hash)
 {
     for (int32_t at = p->buckets[hash & (p->n_buckets - 1)]; at >= 0; at = p->nodes[at].chain) {
         const nbi_prefix_node *n = &p->nodes[at];
-        if (n->hash == hash && n->parent == parent && n->expanded == expanded &&
+        if (n->hash == hash && n->parent == parent && n->expanded == expanded && n->salt == salt &&
             !memcmp(n->tokens, tokens, sizeof n->tokens))
             return at;
     }
@@ -86,12 +86,14 @@ static int32_t find(const nbi_prefix *p, int32_t parent, const int32_t *tokens, 
 
 /* The node of page i of a prompt behind `parent`, or -1. */
 static int32_t follow(nbi_prefix *p, int32_t parent, const int32_t *tokens, uint32_t i,
-                      uint32_t n_expanded)
+                      uint32_t n_expanded, uint64_t salt)
 {
     const int32_t *page_tokens = tokens + (size_t)i * NBI_PAGE_TOKENS;
     const bool form = i < n_expanded;
+    if (i) salt = 0;
     p->n_lookups++;
-    return find(p, parent, page_tokens, form, hash_node(parent, page_tokens, form) & p->hash_mask);
+    return find(p, parent, page_tokens, form, salt,
+                hash_node(parent, page_tokens, form, salt) & p->hash_mask);
 }
 
 /* A node's parents stay as long as it does. */
@@ -102,7 +104,7 @@ static bool is_there(const nbi_prefix *p, const nbi_prefix_place *place)
 }
 
 uint32_t nbi_prefix_peek(nbi_prefix *p, nbi_prefix_place *place, const int32_t *tokens,
-                         uint32_t max_pages, uint32_t n_expanded)
+                         uint32_t max_pages, uint32_t n_expanded, uint64_t salt)
 {
     if (place->version == p->version && place->max_pages == max_pages) return place->n_pages;
     if (!place->version || place->n_pages > max_pages || !is_there(p, place))
@@ -110,7 +112,7 @@ uint32_t nbi_prefix_peek(nbi_prefix *p, nbi_prefix_place *place, const int32_t *
     place->version = p->version;
     place->max_pages = max_pages;
     while (place->n_pages < max_pages) {
-        int32_t next = follow(p, place->page, tokens, place->n_pages, n_expanded);
+        int32_t next = follow(p, place->page, tokens, place->n_pages, n_expanded, salt);
         if (next < 0) break;
         place->page = next;
         place->born = p->nodes[next].born;
@@ -120,11 +122,11 @@ uint32_t nbi_prefix_peek(nbi_prefix *p, nbi_prefix_place *place, const int32_t *
 }
 
 uint32_t nbi_prefix_match(nbi_prefix *p, const int32_t *tokens, uint32_t max_pages,
-                          uint32_t n_expanded, int32_t *pages)
+                          uint32_t n_expanded, uint64_t salt, int32_t *pages)
 {
     int32_t parent = NBI_PREFIX_ROOT;
     for (uint32_t i = 0; i < max_pages; i++) {
-        parent = follow(p, parent, tokens, i, n_expanded);
+        parent = follow(p, parent, tokens, i, n_expanded, salt);
         if (parent < 0) return i;
         nbi_prefix_retain(p, parent);
         pages[i] = parent;
@@ -135,10 +137,11 @@ uint32_t nbi_prefix_match(nbi_prefix *p, const int32_t *tokens, uint32_t max_pag
 /* ---------------------------------------------------------------- change */
 
 int32_t nbi_prefix_insert(nbi_prefix *p, int32_t parent, int32_t page, const int32_t *tokens,
-                          bool expanded)
+                          bool expanded, uint64_t salt)
 {
-    uint64_t hash = hash_node(parent, tokens, expanded) & p->hash_mask;
-    int32_t twin = find(p, parent, tokens, expanded, hash);
+    if (parent != NBI_PREFIX_ROOT) salt = 0;
+    uint64_t hash = hash_node(parent, tokens, expanded, salt) & p->hash_mask;
+    int32_t twin = find(p, parent, tokens, expanded, salt, hash);
     if (twin >= 0) {
         nbi_prefix_retain(p, twin);
         return twin;
@@ -153,6 +156,7 @@ int32_t nbi_prefix_insert(nbi_prefix *p, int32_t parent, int32_t page, const int
                            .newer = -1,
                            .refs = 1,
                            .born = ++p->version,
+                           .salt = salt,
                            .present = true,
                            .expanded = expanded};
     memcpy(n->tokens, tokens, sizeof n->tokens);

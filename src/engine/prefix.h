@@ -25,6 +25,7 @@ typedef struct nbi_prefix_node {
     uint32_t refs;        /* requests that use it */
     uint32_t children;    /* nodes below it */
     uint64_t born;        /* the tree's version that it came with: no two have the same */
+    uint64_t salt;        /* of a node behind the root: whose it is; else 0 */
     bool present;         /* the page is a node */
     bool expanded;        /* its rows were computed in MLA's expanded form */
     int32_t tokens[NBI_PAGE_TOKENS];
@@ -54,21 +55,23 @@ void nbi_prefix_deinit(nbi_prefix *p);
 
 /* Walks from the root along whole pages of tokens[0 .. 64 * max_pages), the first n_expanded of
  * them of the expanded form and the others of the absorbed one; writes the pages found to `pages`,
- * each with one more reference. */
+ * each with one more reference. What was inserted with
+ * another salt is not found. */
 uint32_t nbi_prefix_match(nbi_prefix *p, const int32_t *tokens, uint32_t max_pages,
-                          uint32_t n_expanded, int32_t *pages);
+                          uint32_t n_expanded, uint64_t salt, int32_t *pages);
 
-/* How many pages nbi_prefix_match() would find; takes nothing. *place belongs to these tokens and
- * n_expanded: while the tree stays as it is nothing is looked up again, and while the last node is
- * there only what may follow it. */
+/* How many pages nbi_prefix_match() would find; takes nothing. *place belongs to these tokens,
+ * n_expanded and salt: while the tree stays as it is nothing is looked up again, and while the last
+ * node is there only what may follow it. */
 uint32_t nbi_prefix_peek(nbi_prefix *p, nbi_prefix_place *place, const int32_t *tokens,
-                         uint32_t max_pages, uint32_t n_expanded);
+                         uint32_t max_pages, uint32_t n_expanded, uint64_t salt);
 
 /* Makes `page` (full, private) a node behind `parent` with one reference and returns it. When the
  * same node exists already, that one gets the reference and is returned: the caller uses it and
- * frees its own. */
+ * frees its own. The salt counts behind the root alone: what follows is told apart by its parent.
+ */
 int32_t nbi_prefix_insert(nbi_prefix *p, int32_t parent, int32_t page, const int32_t *tokens,
-                          bool expanded);
+                          bool expanded, uint64_t salt);
 
 /* One reference more to a node that has some. */
 void nbi_prefix_retain(nbi_prefix *p, int32_t page);

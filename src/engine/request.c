@@ -226,6 +226,7 @@ static nb_status fill(nb_request *r, nb_engine *e, const nb_request_options *o, 
     memcpy(r->tokens, o->prompt, o->n_prompt * sizeof *r->tokens);
     r->priority = o->priority;
     r->client = o->client;
+    r->cache_salt = o->cache_salt;
     if (o->timeout_ms) r->deadline_ns = nbi_now_ns() + o->timeout_ms * UINT64_C(1000000);
     NB_TRY(take_constraints(r, e, o, err));
     r->notify = o->notify;

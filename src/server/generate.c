@@ -167,6 +167,7 @@ static nb_status read(nbi_job *job, const json_t *body, nbi_api_error *e)
     NB_TRY(nbi_generate_read_rids(job, nbi_field(body, "rid"), prompt_of(body, &field), e));
     NB_TRY(nbi_field_int(&priority, body, "", "priority", INT32_MIN, INT32_MAX, e));
     job->params.priority = (int32_t)priority;
+    NB_TRY(nbi_params_read_salts(&job->params, body, e));
     return refuse_unsupported(body, e);
 }
 

@@ -154,6 +154,7 @@ static nb_request_options options_of(nbi_job *job, nbi_choice *choice)
                                   .sampling = job->params.sampling,
                                   .priority = job->params.priority,
                                   .client = job->hooks.client,
+                                  .cache_salt = prompt->cache_salt,
                                   .timeout_ms = job->served->request_timeout_ms,
                                   .notify_events = notify_events(job),
                                   .notify = on_notify,

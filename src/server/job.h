@@ -30,6 +30,7 @@ typedef struct nbi_prompt {
     size_t n_ids;
     const char *text; /* [n_text] what echo or return_prompt_text shows; NULL without either */
     size_t n_text;
+    uint64_t cache_salt; /* as in nb_request_options */
 } nbi_prompt;
 
 /* How a job says that nbi_job_pump() has something to do. Neither may block. */

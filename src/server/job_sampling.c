@@ -132,6 +132,43 @@ const char *nbi_job_matched_stop(const nbi_job *job, const nbi_choice *c)
     return i < s->n_stop_strings ? s->stop_strings[i] : s->stop_regex[i - s->n_stop_strings];
 }
 
+static uint64_t mix(uint64_t h)
+{
+    h = (h ^ h >> 32) * 0x9e3779b97f4a7c15ull;
+    return h ^ h >> 29;
+}
+
+/* What field `k` adds to a salt: FNV-1a from a beginning that both decide. Never 0, which is none.
+ */
+static uint64_t add_salt(uint64_t salt, uint32_t k, const char *text, size_t n)
+{
+    uint64_t h = mix(salt ^ (k + 1) * 0xcbf29ce484222325ull);
+    for (size_t i = 0; i < n; i++) h = (h ^ (unsigned char)text[i]) * 0x100000001b3ull;
+    h = mix(h);
+    return h ? h : 1;
+}
+
+static nb_status keep_salts(nbi_job *job, nbi_api_error *e)
+{
+    static const char *const names[] = {"cache_salt", "extra_key"};
+    for (uint32_t k = 0; k < 2; k++) {
+        const json_t *value = job->params.salts[k];
+        bool list = json_is_array(value);
+        job->params.salts[k] = NULL;
+        if (list && json_array_size(value) != job->n_prompts)
+            return nbi_api_field(e, names[k], "%zu texts for %u prompts", json_array_size(value),
+                                 job->n_prompts);
+        for (uint32_t i = 0; value && i < job->n_prompts; i++) {
+            const json_t *one = list ? json_array_get(value, i) : value;
+            nbi_prompt *prompt = &job->prompts[i];
+            if (json_string_length(one))
+                prompt->cache_salt = add_salt(prompt->cache_salt, k, json_string_value(one),
+                                              json_string_length(one));
+        }
+    }
+    return NB_OK;
+}
+
 nb_status nbi_job_keep_sampling(nbi_job *job, nbi_api_error *e)
 {
     nb_sampling *s = &job->params.sampling;
@@ -139,5 +176,6 @@ nb_status nbi_job_keep_sampling(nbi_job *job, nbi_api_error *e)
     NB_TRY(keep_texts(job, s->stop_regex, s->n_stop_regex, e));
     NB_TRY(find_thinking(job, s, e));
     NB_TRY(keep_allowed(job, e));
+    NB_TRY(keep_salts(job, e));
     return keep_bad_words(job, e);
 }

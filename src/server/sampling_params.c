@@ -549,11 +549,13 @@ static nb_status read_prompt_options(nbi_params *p, const json_t *body, const nb
 }
 
 /* A string, or one for every prompt. */
-static nb_status check_strings(const json_t *body, const char *key, nbi_api_error *e)
+static nb_status read_salt(const json_t **out, const json_t *body, const char *key,
+                           nbi_api_error *e)
 {
     const char *string;
     const json_t *value = nbi_field(body, key), *one;
     size_t i;
+    *out = value;
     if (!json_is_array(value)) return nbi_field_str(&string, body, "", key, e);
     json_array_foreach(value, i, one)
     {
@@ -563,6 +565,12 @@ static nb_status check_strings(const json_t *body, const char *key, nbi_api_erro
             return nbi_api_field(e, param, "expected a string, found %s", nbi_json_kind(one));
     }
     return NB_OK;
+}
+
+nb_status nbi_params_read_salts(nbi_params *p, const json_t *body, nbi_api_error *e)
+{
+    NB_TRY(read_salt(&p->salts[0], body, "cache_salt", e));
+    return read_salt(&p->salts[1], body, "extra_key", e);
 }
 
 /* Fields without effect on the answer: the type has to be right. */
@@ -581,8 +589,6 @@ static nb_status check_ignored(const json_t *body, nbi_api_error *e)
     for (size_t i = 0; i < sizeof booleans / sizeof *booleans; i++) {
         NB_TRY(nbi_field_bool(&boolean, body, "", booleans[i], e));
     }
-    NB_TRY(check_strings(body, "cache_salt", e));
-    NB_TRY(check_strings(body, "extra_key", e));
     return nbi_field_object(&object, body, "", "metadata", e);
 }
 
@@ -626,6 +632,7 @@ nb_status nbi_params_read(nbi_params *out, const json_t *body, const nbi_api_fac
     NB_TRY(read_stream(out, body, e));
     NB_TRY(read_prompt_options(out, body, facts, e));
     NB_TRY(read_beams(out, body, facts, e));
+    NB_TRY(nbi_params_read_salts(out, body, e));
     NB_TRY(check_ignored(body, e));
     return refuse_unsupported(body, e);
 }

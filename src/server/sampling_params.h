@@ -54,6 +54,7 @@ typedef struct nbi_params {
     int32_t priority;              /* as in nb_request_options */
     const json_t *allowed;         /* allowed_token_ids, borrowed from the body; NULL: none */
     const json_t *bad_words;       /* the same */
+    const json_t *salts[2];        /* the same of cache_salt, extra_key: a string, or a list */
     nb_sampling sampling;          /* stop strings are borrowed from the body */
     nb_logit_bias bias[NB_LOGIT_BIAS_MAX]; /* what sampling.logit_bias points to */
 } nbi_params;
@@ -84,6 +85,8 @@ nb_status nbi_params_read_model(const json_t *body, const nbi_api_facts *facts, 
  * return_tokens_as_token_ids, return_meta_info, logprob_token_ids, repetition_detection. */
 nb_status nbi_params_read_openai(nbi_params *params, const json_t *body, const nbi_api_facts *facts,
                                  nbi_api_error *e);
+/* cache_salt and extra_key; a part of nbi_params_read(). */
+nb_status nbi_params_read_salts(nbi_params *params, const json_t *body, nbi_api_error *e);
 /* For the others. */
 nb_status nbi_params_refuse_openai(const json_t *body, nbi_api_error *e);
 /* "logprob_token_ids", or /generate's own name; changes n_logprobs. */

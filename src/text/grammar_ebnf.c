@@ -146,7 +146,7 @@ static nb_status read_string(node **out, ebnf *e)
     nbi_buf_clear(&e->scratch);
     NB_TRY(nbi_buf_add(&e->scratch, "/", 1));
     while (peek(e) != '"') {
-        uint32_t code;
+        uint32_t code = 0;
         NB_TRY(read_char(&code, e));
         NB_TRY(nbi_buf_addf(&e->scratch, "\\x{%x}", code));
     }
@@ -336,7 +336,8 @@ nb_status nbi_grammar_read_ebnf(nbi_lark_node **root, nbi_lark *lark, const char
               .first = lark->n_rules,
               .err = lark->err};
     e.names = nbi_arena_alloc(&lark->arena, NBI_LARK_RULES_MAX * sizeof *e.names);
-    nb_status st = e.names ? read_rules(&e) : nbi_lark_no_memory(lark);
+    if (!e.names) return nbi_lark_no_memory(lark);
+    nb_status st = read_rules(&e);
     if (st == NB_OK) st = find_root(root, &e);
     if (st == NB_OK) nbi_lark_find_regular(lark, e.first);
     nbi_buf_free(&e.scratch);

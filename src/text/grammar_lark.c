@@ -3,6 +3,8 @@
 
 #include <string.h>
 
+#undef nbi_lark_no_memory
+
 nb_status nbi_lark_no_memory(nbi_lark *l)
 {
     return nbi_fail(l->err, NB_NO_MEMORY, "the grammar: out of memory");

@@ -77,6 +77,11 @@ bool nbi_lark_is_regular(const nbi_lark *l, const nbi_lark_node *node);
 /* Appends the whole grammar; what `start` matches is its language. */
 nb_status nbi_lark_write(nbi_buf *out, nbi_lark *l, const nbi_lark_node *start);
 
+/* As in base/status.h. */
+#ifdef __clang_analyzer__
+#define nbi_lark_no_memory(l) (nbi_lark_no_memory(l), NB_NO_MEMORY)
+#endif
+
 #ifdef __cplusplus
 }
 #endif

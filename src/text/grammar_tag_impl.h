@@ -105,6 +105,12 @@ nb_status nbi_tag_any_end(nbi_lark_node **out, nbi_tag_reader *r, const nbi_tag_
 nb_status nbi_tag_region(nbi_lark_node **out, nbi_tag_reader *r, nbi_lark_node *items,
                          const char *text, bool once, const nbi_tag_ends *stop);
 
+/* As in base/status.h. */
+#ifdef __clang_analyzer__
+#define nbi_tag_bad(r, at, st, ...) (nbi_tag_bad(r, at, st, __VA_ARGS__), (st))
+#define nbi_tag_placed(r, at, st)   (nbi_tag_placed(r, at, st), (st))
+#endif
+
 #ifdef __cplusplus
 }
 #endif

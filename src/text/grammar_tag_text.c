@@ -6,6 +6,9 @@
 #include <stdio.h>
 #include <string.h>
 
+#undef nbi_tag_bad
+#undef nbi_tag_placed
+
 typedef nbi_lark_node node;
 typedef nbi_tag_mark mark;
 typedef nbi_tag_place place;

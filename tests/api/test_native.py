@@ -79,6 +79,26 @@ def test_batch(server):
     assert [last[i]["text"] for i in range(3)] == [m["text"] for m in many]
 
 
+def test_cached_prefixes_are_told_apart(server):
+    """vLLM's cache_salt, SGLang's extra_key: what is cached serves those with the same texts alone."""
+    prompt = [7 + i % 50 for i in range(150)]
+
+    def cached(**fields):
+        reply = server.post("/v1/completions", {"prompt": prompt, "max_tokens": 1, **fields})
+        assert reply.status_code == 200, reply.text
+        return reply.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    ways = [{"cache_salt": "a"}, {"cache_salt": "b"}, {}, {"extra_key": "a"}, {"extra_key": "a", "cache_salt": "a"}, {"extra_key": "ab"}]
+    assert [cached(**way) for way in ways] == [0] * len(ways)
+    assert [cached(**way) for way in ways] == [128] * len(ways)
+    assert cached(cache_salt="", extra_key="") == cached(cache_salt=None) == cached(prompt=[prompt, prompt], extra_key=["a", "ab"]) / 2 == 128
+    assert generate(server, input_ids=prompt, extra_key="a")["meta_info"]["cached_tokens"] == 128
+    assert generate(server, input_ids=prompt, extra_key="c")["meta_info"]["cached_tokens"] == 0
+    for value, param in ((5, "extra_key"), (["a", 5], "extra_key[1]"), (["a", "b"], "extra_key")):
+        reply = server.post("/v1/completions", {"prompt": prompt, "max_tokens": 1, "extra_key": value})
+        assert reply.status_code == 400 and reply.json()["error"]["param"] == param
+
+
 def test_several_answers(server):
     params = {**GREEDY, "temperature": 1, "n": 3, "sampling_seed": 5}
     first, second = (generate(server, text=PROMPT, sampling_params=params) for _ in range(2))
