@@ -85,6 +85,7 @@ static int receive_fds(int s, int fds[3])
     const struct cmsghdr *c = CMSG_FIRSTHDR(&m);
     if (!c || c->cmsg_type != SCM_RIGHTS || c->cmsg_len < CMSG_LEN(2 * sizeof(int))) return 0;
     int n = (int)((c->cmsg_len - CMSG_LEN(0)) / sizeof(int));
+    if (n > 3) n = 3;
     memcpy(fds, CMSG_DATA(c), (size_t)n * sizeof(int));
     return n;
 }
@@ -95,7 +96,7 @@ nb_status nbi_launch_meet(uint32_t rank, nb_error *err)
     const char *name = getenv(JOB_VARIABLE);
     struct sockaddr_un to;
     greeting g = {.rank = rank, .pid = (int32_t)getpid()};
-    int fds[3];
+    int fds[3] = {-1, -1, -1};
     if (!name) return NB_OK;
     socklen_t n_to = address(&to, name);
     int s = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
@@ -104,7 +105,7 @@ nb_status nbi_launch_meet(uint32_t rank, nb_error *err)
         write(s, &g, sizeof g) == (ssize_t)sizeof g)
         n = receive_fds(s, fds);
     fflush(stdout);
-    for (int i = 0; i < n; i++) {
+    for (int i = 0; i < n && i < 3; i++) {
         dup2(fds[i], targets[i]);
         close(fds[i]);
     }

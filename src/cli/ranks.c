@@ -24,6 +24,7 @@ static nb_status share_cores(nbi_comm *comm, bool *crowded, nb_error *err)
 {
     const uint32_t n = nbi_comm_local_size(comm), size = nbi_comm_size(comm);
     cpu_set_t own, *all = nbi_calloc(size, sizeof *all);
+    NB_ASSERT(n > 0 && size > 0);
     if (!all) return nbi_fail(err, NB_NO_MEMORY, "out of memory");
     CPU_ZERO(&own);
     if (sched_getaffinity(0, sizeof own, &own) != 0) CPU_ZERO(&own);

@@ -120,9 +120,9 @@ static nb_status take(nbi_shared *c, uint32_t peer, const char **message, nb_err
     return nbi_fail(err, NB_INTERNAL, "%s", why);
 }
 
-static nb_status take_all(nbi_shared *c, const char *messages[], nb_error *err)
+static nb_status take_all(nbi_shared *c, uint32_t size, const char *messages[], nb_error *err)
 {
-    for (uint32_t r = 0; r < c->base.size; r++) NB_TRY(take(c, r, &messages[r], err));
+    for (uint32_t r = 0; r < size; r++) NB_TRY(take(c, r, &messages[r], err));
     return NB_OK;
 }
 
@@ -191,17 +191,17 @@ static size_t share_begin(size_t n, uint32_t rank, uint32_t size)
 }
 
 /* Long messages: every rank adds up its share, the others fetch it. */
-static nb_status sum_shares(nbi_shared *c, float *x, size_t n, const char *messages[],
-                            nb_error *err)
+static nb_status sum_shares(nbi_shared *c, uint32_t size, float *x, size_t n,
+                            const char *messages[], nb_error *err)
 {
-    const uint32_t rank = c->base.rank, size = c->base.size;
+    const uint32_t rank = c->base.rank;
     const size_t from = share_begin(n, rank, size), to = share_begin(n, rank + 1, size);
     char *own;
     add_up(x, messages, size, from, to);
     NB_TRY(begin(c, &own, err));
     memcpy(own + from * sizeof *x, x + from, (to - from) * sizeof *x);
     publish(c, SHARES, n * sizeof *x);
-    NB_TRY(take_all(c, messages, err));
+    NB_TRY(take_all(c, size, messages, err));
     for (uint32_t r = 0; r < size; r++) {
         size_t a = share_begin(n, r, size), b = share_begin(n, r + 1, size);
         if (r != rank) memcpy(x + a, messages[r] + a * sizeof *x, (b - a) * sizeof *x);
@@ -214,17 +214,19 @@ static nb_status sum(nbi_comm *comm, float *x, size_t n, nb_error *err)
     nbi_shared *c = self(comm);
     const char *messages[NBI_RANKS_MAX];
     const size_t piece = NBI_SHARED_PIECE / sizeof *x;
+    const uint32_t size = comm->size;
+    NB_ASSERT(size > 0);
     for (size_t at = 0; at < n; at += piece) {
         size_t m = n - at < piece ? n - at : piece;
         char *own;
         NB_TRY(begin(c, &own, err));
         memcpy(own, x + at, m * sizeof *x);
         publish(c, SUM, n * sizeof *x);
-        NB_TRY(take_all(c, messages, err));
-        if (m * sizeof *x * comm->size <= TWO_PASSES) {
-            add_up(x + at, messages, comm->size, 0, m);
+        NB_TRY(take_all(c, size, messages, err));
+        if (m * sizeof *x * size <= TWO_PASSES) {
+            add_up(x + at, messages, size, 0, m);
         } else {
-            NB_TRY(sum_shares(c, x + at, m, messages, err));
+            NB_TRY(sum_shares(c, size, x + at, m, messages, err));
         }
     }
     return NB_OK;

@@ -1,6 +1,7 @@
 /* One rank of a job under mpiexec: every collective checked, then timed with --bench. Prints "ok"
- * on rank 0. With "die", "stop" or "error" the last rank does that in the middle of the run, and
- * the others print how they heard of it. */
+ * on rank 0. With "die FILE", "stop FILE" or "error FILE" the last rank does that in the middle of
+ * the run, and the others write to the file how they heard of it: mpiexec may drop what they print.
+ */
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -14,12 +15,16 @@
 
 static nbi_comm *comm;
 static uint32_t rank, size;
+static const char *heard;
 
 static void must(nb_status st, const nb_error *err)
 {
     if (st == NB_OK) return;
-    printf("rank %u: %s\n", rank, err->text);
-    fflush(stdout);
+    FILE *f = heard ? fopen(heard, "a") : stdout;
+    if (f) {
+        fprintf(f, "rank %u: %s\n", rank, err->text);
+        fflush(f);
+    }
     _exit(3);
 }
 
@@ -102,6 +107,8 @@ int main(int argc, char **argv)
 {
     nb_error err;
     const char *what = argc > 1 ? argv[1] : "";
+    heard = argc > 2 ? argv[2] : NULL;
+    signal(SIGTERM, SIG_IGN); /* of mpiexec, when a rank is gone */
     must(nbi_comm_open(&comm, "mpi", &err), &err);
     rank = nbi_comm_rank(comm);
     size = nbi_comm_size(comm);

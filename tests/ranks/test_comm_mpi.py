@@ -30,11 +30,11 @@ def test_results(rank_calls, n):
     ("stop", r"rank 2 \(process \d+\) is stopped"),
     ("error", r"rank 2: the disk is on fire"),
 ])
-def test_lost(rank_calls, how, sentence):
+def test_lost(rank_calls, tmp_path, how, sentence):
     """Rank 2 of 3 goes wrong: both others say why, the same, and no process stays."""
-    done = run(rank_calls, 3, how)
+    done = run(rank_calls, 3, how, tmp_path / "heard")
     assert done.returncode != 0
-    heard = sorted(done.stdout.splitlines())
+    heard = sorted((tmp_path / "heard").read_text().splitlines())
     assert len(heard) == 2, done
     for rank, line in enumerate(heard):
         assert re.fullmatch(f"rank {rank}: {sentence}", line), done

@@ -13,7 +13,7 @@ from ranks_util import MPIEXEC, completion, family, gone, leftovers, ranks_of
 
 EXACT = ["--kv-cache-dtype", "f32", "--cpu-level", "avx2"]
 PROMPTS = ["What is 3+5?", "Once upon a time", "The list: 1, 2, 3,", "[gMASK]<sop><|user|>What is 12+30?<|assistant|>",
-           "Tell me about numbers. " * 30, "a"]
+           "Tell me about numbers. " * 20, "a"]
 
 
 @pytest.fixture(scope="module")
@@ -62,11 +62,11 @@ def test_fewer_experts(serve):
 def test_together_and_beams(serve):
     """Batches of many requests, and a beam search, whose forks copy pages on every rank."""
     server = serve(*EXACT, "--tp-size", "2")
-    alone = [completion(server, p)["text"] for p in PROMPTS]
+    alone = [completion(server, p, max_tokens=12)["text"] for p in PROMPTS]
     together = [None] * len(PROMPTS)
 
     def ask(i):
-        together[i] = completion(server, PROMPTS[i])["text"]
+        together[i] = completion(server, PROMPTS[i], max_tokens=12)["text"]
 
     threads = [threading.Thread(target=ask, args=(i,)) for i in range(len(PROMPTS))]
     for t in threads:
