@@ -84,6 +84,11 @@ void nbi_comm_on_lost(nbi_comm *comm, void (*call)(void *user, const nb_error *w
     if (comm->size > 1) comm->ops->on_lost(comm, call, user);
 }
 
+void nbi_comm_expect(nbi_comm *comm, uint64_t limit_ns, uint64_t usual_ns)
+{
+    if (comm->size > 1) comm->ops->expect(comm, limit_ns, usual_ns);
+}
+
 bool nbi_comm_speaks(const nbi_comm *comm)
 {
     return comm->size == 1 || comm->ops->speaks(comm);

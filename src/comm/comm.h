@@ -55,6 +55,10 @@ nb_status nbi_comm_lost(nbi_comm *comm, nb_error *err);
  * none; when that returns, the one before is not called any more. */
 void nbi_comm_on_lost(nbi_comm *comm, void (*call)(void *user, const nb_error *why), void *user);
 
+/* From here to nbi_comm_expect(comm, 0, 0) no two calls are limit_ns apart on any rank. Where they
+ * are, the one that is behind fails the job; `usual_ns` is for the sentence. */
+void nbi_comm_expect(nbi_comm *comm, uint64_t limit_ns, uint64_t usual_ns);
+
 /* Is it for this rank to tell people what has happened? One of those that are left. */
 bool nbi_comm_speaks(const nbi_comm *comm);
 

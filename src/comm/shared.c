@@ -259,6 +259,14 @@ static void on_lost(nbi_comm *comm, void (*call)(void *user, const nb_error *why
     pthread_mutex_unlock(&c->call_lock);
 }
 
+static void expect(nbi_comm *comm, uint64_t limit_ns, uint64_t usual_ns)
+{
+    nbi_shared *c = self(comm);
+    atomic_store_explicit(&c->usual_ns, usual_ns, memory_order_relaxed);
+    atomic_fetch_add_explicit(&c->expected, 1, memory_order_relaxed);
+    atomic_store_explicit(&c->limit_ns, limit_ns, memory_order_relaxed);
+}
+
 /* Rank 0, unless it is the one that is lost. */
 static bool speaks(const nbi_comm *comm)
 {
@@ -291,6 +299,7 @@ static const nbi_comm_ops ops = {.name = "shared memory",
                                  .fail = fail,
                                  .lost = lost,
                                  .on_lost = on_lost,
+                                 .expect = expect,
                                  .speaks = speaks};
 
 size_t nbi_shared_area_bytes(void)

@@ -44,6 +44,10 @@ typedef struct nbi_shared {
     atomic_bool lost;        /* `why` is written */
     nb_error why;
     int32_t parent;
+    atomic_uint_fast64_t limit_ns, usual_ns; /* of what is expected; limit 0: nothing is */
+    atomic_uint expected;                    /* how often something was */
+    uint32_t expected_seen;                  /* the watch's: with the calls made; and the next */
+    uint64_t expected_ns;                    /* spent on it so far */
 
     pthread_t thread;
     bool has_thread;

@@ -147,6 +147,37 @@ static void watch_one(nbi_shared *c, uint32_t rank, uint64_t turn_ns)
     if (peer->silent_ns > limit_ms * 1000000) lose_silent(c, rank, state);
 }
 
+static uint32_t furthest_behind(const nbi_shared *c)
+{
+    uint32_t last = 0;
+    for (uint32_t r = 1; r < c->base.size; r++) {
+        uint32_t number = atomic_load(&c->areas[r]->number);
+        if ((int32_t)(number - atomic_load(&c->areas[last]->number)) < 0) last = r;
+    }
+    return last;
+}
+
+/* All live, but within what is expected no call ends: the rank that is behind holds it up. */
+static void watch_step(nbi_shared *c, uint64_t turn_ns)
+{
+    const uint64_t limit = atomic_load(&c->limit_ns);
+    const uint32_t last = furthest_behind(c), number = atomic_load(&c->areas[last]->number),
+                   seen = atomic_load(&c->expected) + number;
+    char why[200];
+    if (!limit || seen != c->expected_seen) c->expected_ns = 0;
+    c->expected_seen = seen;
+    c->expected_ns += turn_ns < TURN_NS ? turn_ns : 0;
+    if (!limit || c->expected_ns < limit) return;
+    const int32_t pid = c->areas[last]->pid;
+    snprintf(why, sizeof why,
+             "rank %u (process %d) does not get on: nothing for %.1f s in a step that takes %.3f s",
+             last, (int)pid, 1e-9 * (double)c->expected_ns,
+             1e-9 * (double)atomic_load(&c->usual_ns));
+    const char state = last == c->base.rank ? '?' : look_at(c, last);
+    nbi_shared_lose(c, last, why);
+    if (state != 'X' && state != '?') kill(pid, SIGKILL);
+}
+
 /* mpiexec or Slurm has gone without ending us. */
 static void watch_parent(nbi_shared *c)
 {
@@ -169,6 +200,7 @@ static void *watch(void *arg)
         for (uint32_t r = 0; r < c->base.size && !was_lost; r++)
             if (r != c->base.rank) watch_one(c, r, now - before);
         if (!was_lost) watch_parent(c);
+        if (!was_lost) watch_step(c, now - before);
         before = now;
         pthread_mutex_lock(&c->lock);
     }

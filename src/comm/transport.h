@@ -20,6 +20,7 @@ typedef struct nbi_comm_ops {
     void (*fail)(nbi_comm *comm, const char *why);
     nb_status (*lost)(nbi_comm *comm, nb_error *err);
     void (*on_lost)(nbi_comm *comm, void (*call)(void *user, const nb_error *why), void *user);
+    void (*expect)(nbi_comm *comm, uint64_t limit_ns, uint64_t usual_ns);
     bool (*speaks)(const nbi_comm *comm);
 } nbi_comm_ops;
 

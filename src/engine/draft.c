@@ -108,6 +108,7 @@ static nb_status run(nb_engine *e, bool from_draft, nb_error *err)
     constrain(b);
     if (b->view.n_logit_rows) nbi_engine_sample(e, b, logits);
     NB_TRY(e->backend->ops->sync(e->backend, err));
+    nbi_ranks_done(e, b);
     for (uint32_t s = 0; s < b->view.n_seqs; s++) {
         nb_request *r = b->seqs[s];
         if (r && b->seq_logit[s + 1] > b->seq_logit[s])

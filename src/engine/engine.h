@@ -159,6 +159,8 @@ typedef struct nbi_step_batch {
 
 typedef struct nbi_owed nbi_owed; /* results.c */
 
+#define NBI_PASS_SIZES 20u /* up to 2^19 rows */
+
 static inline uint32_t nbi_min_u32(uint32_t a, uint32_t b)
 {
     return a < b ? a : b;
@@ -223,6 +225,7 @@ struct nb_engine {
     uint64_t workspace_bytes, tree_bytes, batch_bytes, available_bytes;
     char *order; /* [order_bytes] lockstep.c; NULL: one rank */
     size_t order_bytes;
+    uint64_t pass_begin_ns, usual_ns[NBI_PASS_SIZES]; /* of a pass, by the bits of its rows */
     const char *model_name;
     struct nbi_gate_result *checks; /* [n_checks] of the start */
     uint32_t n_checks;
@@ -310,6 +313,8 @@ nb_status nbi_ranks_init(nb_engine *e, uint32_t rows, uint32_t logits, nb_error 
  * rank. */
 NBI_MUST_CHECK nb_status nbi_ranks_order(nb_engine *e, nbi_order kind, nbi_step_batch *b,
                                          nb_error *err);
+/* The pass has been waited for. */
+void nbi_ranks_done(nb_engine *e, const nbi_step_batch *b);
 NBI_MUST_CHECK nb_status nbi_ranks_copy_page(nb_engine *e, int32_t from, int32_t to, nb_error *err);
 void nbi_ranks_end(nb_engine *e);
 

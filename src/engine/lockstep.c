@@ -6,10 +6,13 @@
  * come to different collective calls. */
 #include <string.h>
 
+#include "base/clock.h"
 #include "engine/beam.h"
 
 /* What every order has room for in its first message; a longer one needs a second. */
 #define FIRST_BYTES ((size_t)8192)
+#define TIMES_USUAL 20u
+#define LIMIT_NS    3000000000u
 
 typedef struct order {
     uint32_t kind;
@@ -101,6 +104,32 @@ static nb_status send(nb_engine *e, order *o, size_t bytes, nb_error *err)
     return nbi_comm_broadcast(e->options.ranks, e->order + FIRST_BYTES, bytes - FIRST_BYTES, err);
 }
 
+static uint64_t *usual_of(nb_engine *e, const nbi_step_batch *b)
+{
+    uint32_t bits = 0;
+    while (bits + 1 < NBI_PASS_SIZES && b->view.n_rows >> bits) bits++;
+    return &e->usual_ns[bits];
+}
+
+/* A rank that makes no call for 20 times what a whole pass of this size took of late, and for some
+ * seconds, is stuck. */
+static void expect(nb_engine *e, const nbi_step_batch *b)
+{
+    const uint64_t usual = *usual_of(e, b);
+    e->pass_begin_ns = nbi_now_ns();
+    if (usual)
+        nbi_comm_expect(e->options.ranks,
+                        usual * TIMES_USUAL > LIMIT_NS ? usual * TIMES_USUAL : LIMIT_NS, usual);
+}
+
+void nbi_ranks_done(nb_engine *e, const nbi_step_batch *b)
+{
+    if (!nbi_ranks_lead(e)) return;
+    nbi_comm_expect(e->options.ranks, 0, 0);
+    uint64_t *usual = usual_of(e, b), ns = nbi_now_ns() - e->pass_begin_ns;
+    *usual = *usual ? *usual - *usual / 8 + ns / 8 : ns;
+}
+
 nb_status nbi_ranks_order(nb_engine *e, nbi_order kind, nbi_step_batch *b, nb_error *err)
 {
     if (!nbi_ranks_lead(e)) return NB_OK;
@@ -111,6 +140,7 @@ nb_status nbi_ranks_order(nb_engine *e, nbi_order kind, nbi_step_batch *b, nb_er
                .max_len = b->view.max_len};
     cursor c = {.at = e->order + sizeof o, .end = e->order + e->order_bytes, .writes = true};
     NB_ASSERT(move_batch(&c, b, &o));
+    expect(e, b);
     return send(e, &o, (size_t)(c.at - e->order), err);
 }
 

@@ -355,6 +355,7 @@ static nb_status run(nb_engine *e, nb_error *err)
     nbi_step_batch_constrain(b);
     if (b->view.n_logit_rows) nbi_engine_sample(e, b, logits);
     NB_TRY(e->backend->ops->sync(e->backend, err));
+    nbi_ranks_done(e, b);
     nbi_engine_commit(e);
     if (!e->overlaps) tell_readers(e);
     return e->n_draft_steps ? nbi_engine_draft(e, err) : NB_OK;

@@ -243,7 +243,9 @@ static pid_t start_victim(job *j, int what)
     pid_t pid = fork();
     if (pid) return pid;
     open_place(&j->places[1]);
-    if (nbi_comm_barrier(j->places[1].comm, NULL) == NB_OK) kill(getpid(), what);
+    bool came = nbi_comm_barrier(j->places[1].comm, NULL) == NB_OK;
+    if (came && what) kill(getpid(), what);
+    while (came && !what) pause(); /* its watch goes on */
     _exit(0);
 }
 
@@ -286,6 +288,28 @@ static void a_stopped_rank_is_named_and_ended(void **state)
     lose_by(SIGSTOP, "is stopped");
 }
 
+static void a_rank_that_does_not_get_on_is_named(void **state)
+{
+    (void)state;
+    int status;
+    char head[80];
+    job *j = make_job(2, NULL);
+    pid_t pid = start_victim(j, 0);
+    place *p = &j->places[0];
+    open_place(p);
+    assert_int_equal(nbi_comm_barrier(p->comm, &p->err), NB_OK);
+    nbi_comm_expect(p->comm, 1, 1);
+    nbi_comm_expect(p->comm, 0, 0); /* came in time */
+    nbi_comm_expect(p->comm, 500000000, 25000000);
+    assert_int_equal(nbi_comm_barrier(p->comm, &p->err), NB_CLOSED);
+    snprintf(head, sizeof head, "rank 1 (process %d) does not get on: nothing for 0.", (int)pid);
+    assert_non_null(strstr(p->err.text, head));
+    nbi_comm_close(&p->comm);
+    assert_int_equal(waitpid(pid, &status, 0), pid);
+    assert_true(WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL);
+    free_job(j);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -296,6 +320,7 @@ int main(void)
         cmocka_unit_test(who_leaves_is_not_waited_for),
         cmocka_unit_test(a_killed_rank_is_named),
         cmocka_unit_test(a_stopped_rank_is_named_and_ended),
+        cmocka_unit_test(a_rank_that_does_not_get_on_is_named),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
