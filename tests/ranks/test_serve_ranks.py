@@ -33,6 +33,9 @@ def test_same_answers(serve, alone, options):
     n = int(options[0])
     ranks = ranks_of(server.process.pid)
     assert sorted(ranks) == list(range(n))
+    cores = [os.sched_getaffinity(pid) for pid in ranks.values()]
+    if len(os.sched_getaffinity(0)) >= n:
+        assert len(set().union(*cores)) == sum(len(c) for c in cores) # nobody's core is another's, too
     for prompt, want in zip(PROMPTS, alone):
         have = completion(server, prompt, logprobs=1, max_tokens=12)
         assert have["text"] == want["text"] and have["finish_reason"] == want["finish_reason"]
