@@ -25,7 +25,7 @@
 #define DRAIN_TICK_NS   20000000
 #define TIMING_INTERVAL 64
 #define LOST_TICK_NS    50000000 /* between two looks at the other ranks */
-#define LOST_WAIT_MS    1500     /* for clients to be told that a rank is lost */
+#define LOST_WAIT_MS    3000     /* for clients to be told that a rank is lost */
 
 static const nbi_command command = {
     .name = "serve",

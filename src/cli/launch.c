@@ -21,7 +21,10 @@
 
 #define JOB_VARIABLE "NIBBLE_JOB" /* the socket's name; for the ranks of this program only */
 #define TAIL_BYTES   8192u
-#define ORPHANS_MS   5000 /* for ranks to notice that mpiexec is gone */
+/* When a rank is gone mpiexec waits so long, sends SIGTERM, waits again and kills the others: time
+ * for rank 0 to tell its clients, on a busy machine, too. */
+#define GRACE_SECONDS "2"
+#define ORPHANS_MS    5000 /* for ranks to notice that mpiexec is gone */
 
 enum fd { FD_SIGNALS, FD_SOCKET, FD_OUTPUT, FD_INPUT, N_FDS };
 
@@ -235,7 +238,8 @@ static const char **command_line(uint32_t n, char *number, char *program, char *
         "mpiexec", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-q",
         "-stdin", "none", "--mca", "plm", "isolated", "--mca", "ras", "simulator",
         "--mca", "pml", "ob1", "--mca", "btl", "self,tcp", "--mca", "btl_tcp_if_include", "lo",
-        "--mca", "oob_tcp_if_include", "lo", "-n", number, program};
+        "--mca", "oob_tcp_if_include", "lo", "--mca", "odls_base_sigkill_timeout", GRACE_SECONDS,
+        "-n", number, program};
     /* clang-format on */
     const size_t n_head = sizeof head / sizeof *head;
     size_t n_args = 0;
