@@ -178,6 +178,7 @@ typedef struct nb_engine_info {
     const char *device;     /* e.g. "cpu (amx)" */
     const char *moe_runner; /* the runner in use, "a+b" where several take turns, "none" for a model
                                without experts */
+    const char *kv_dtype;   /* of the cache: "bf16", "fp8_e4m3", "f32" */
     nb_moe_choice moe_choices[NB_MOE_CHOICES_MAX]; /* [n_moe_choices] by the rows of a step */
     uint32_t n_moe_choices;
     const char *moe_choice_source; /* "tuned": by `nibble tune`; "rule"; "named": by the options */

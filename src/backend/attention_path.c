@@ -202,6 +202,11 @@ nb_status nbi_kv_dtype_parse(nbi_dtype *out, const char *name, nb_error *err)
                     "--kv-cache-dtype \"%s\": expected auto, bf16, fp8_e4m3 (fp8) or f32", name);
 }
 
+const char *nbi_kv_dtype_name(nbi_dtype dtype)
+{
+    return dtype == NBI_F8_E4M3 ? "fp8_e4m3" : dtype == NBI_BF16 ? "bf16" : "f32";
+}
+
 nb_status nbi_kv_dtype_choose(nbi_dtype *out, const char *name, const nbi_kv_asked *asked,
                               nb_error *err)
 {
@@ -216,8 +221,6 @@ nb_status nbi_kv_dtype_choose(nbi_dtype *out, const char *name, const nbi_kv_ask
     if (asked->level == NBI_CPU_REFERENCE) *out = NBI_F32;
     if (asked->algo && asked->algo[0])
         nbi_log(NB_LOG_INFO, "KV cache: the checkpoint asks for %s; %s is taken", asked->algo,
-                *out == NBI_F8_E4M3 ? "fp8_e4m3"
-                : *out == NBI_BF16  ? "bf16"
-                                    : "f32");
+                nbi_kv_dtype_name(*out));
     return NB_OK;
 }

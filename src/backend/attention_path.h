@@ -45,6 +45,9 @@ nb_status nbi_attention_choose(const nbi_attention_names *names, const nbi_backe
  * NB_UNSUPPORTED for those of other engines that are not here, with the reason. */
 nb_status nbi_kv_dtype_parse(nbi_dtype *out, const char *name, nb_error *err);
 
+/* As --kv-cache-dtype has it. */
+const char *nbi_kv_dtype_name(nbi_dtype dtype);
+
 /* What "auto" goes by. */
 typedef struct nbi_kv_asked {
     const char *algo; /* the checkpoint's word (nbi_quant.kv_algo); NULL or "": none */

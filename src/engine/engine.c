@@ -489,6 +489,7 @@ void nb_engine_get_info(const nb_engine *e, nb_engine_info *info)
                              .family = nbi_family_name(c->family),
                              .device = e->backend->description,
                              .moe_runner = nbi_model_runner(e->model),
+                             .kv_dtype = nbi_kv_dtype_name(e->kv.dtype),
                              .moe_choice_source = nbi_model_moe_source(e->model),
                              .n_layers = c->n_layers,
                              .vocab_size = c->vocab,

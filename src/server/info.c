@@ -178,6 +178,8 @@ static nb_status write_server(const nbi_server *server, nbi_buf *out)
     NB_TRY(nbi_job_write_string(out, ",\"device\":", info->device, strlen(info->device)));
     NB_TRY(nbi_job_write_string(out, ",\"moe_runner_backend\":", info->moe_runner,
                                 strlen(info->moe_runner)));
+    NB_TRY(
+        nbi_job_write_string(out, ",\"kv_cache_dtype\":", info->kv_dtype, strlen(info->kv_dtype)));
     NB_TRY(write_choices(info, out));
     NB_TRY(nbi_buf_addf(out,
                         ",\"max_total_num_tokens\":%llu,\"max_req_input_len\":%u,"

@@ -262,6 +262,7 @@ def test_infos(server, limit, model):
         assert info["max_model_len"] == limit and model in info["served_model_names"]
     for path in ("/server_info", "/get_server_info"):
         info = server.get(path).json()
+        assert info["kv_cache_dtype"] == "bf16"
         assert info["version"] == version and info["status"] == "ready"
         assert info["flags"]["log_level"] == "debug" and info["flags"]["port"] == server.port
         assert info["limits"]["context_tokens"] == limit and info["memory"]["weight_bytes"] > 0

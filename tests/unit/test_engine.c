@@ -815,6 +815,7 @@ static void the_same_with_an_fp8_cache(void **state)
         nb_engine *e = open_engine(models[2], 64, 1, 192);
         nb_engine_get_info(e, &info);
         bytes[i] = info.kv_bytes;
+        assert_string_equal(info.kv_dtype, kv_dtype);
         nb_engine_close(&e);
         generate_alone(models[0], 64, 5, 60, 0, ids[i]);
     }
