@@ -21,6 +21,12 @@
 /* Sums of parts are rounded once more per rank: norm of the difference over norm of the logits. */
 #define BOUND 1e-5
 
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+#define SLOW true
+#else
+#define SLOW false
+#endif
+
 enum { RANKS_MAX = 8, CHUNK = 48, IDS_MAX = 144 };
 
 typedef struct layout {
@@ -174,7 +180,7 @@ static uint32_t read_ids(const char *dir, int32_t *ids)
     }
     json_decref(all);
     if (all) return n;
-    for (n = 0; n < 60; n++) ids[n] = (int32_t)(1 + n * 37 % 500);
+    for (n = 0; n < 24; n++) ids[n] = (int32_t)(1 + n * 37 % 500);
     return n;
 }
 
@@ -245,7 +251,8 @@ static void test_families(void **state)
     (void)state;
     /* Ranks without heads (3 over 4), without experts (3 over 4) and with a share of a key head (2
      * over 4) are among these. */
-    static const layout layouts[] = {{2, 1}, {2, 2}, {4, 1}, {4, 2}, {4, 4}};
+    static const layout layouts[] = {{4, 2}, {2, 1}, {4, 1}, {4, 4}, {2, 2}};
+    const size_t n_layouts = SLOW ? 2 : sizeof layouts / sizeof *layouts;
     DIR *d = opendir(GOLDEN);
     assert_non_null(d);
     uint32_t n = 0;
@@ -253,7 +260,7 @@ static void test_families(void **state)
         char dir[512];
         if (e->d_name[0] == '.') continue;
         snprintf(dir, sizeof dir, "%s/%s", GOLDEN, e->d_name);
-        check_dir(dir, layouts, sizeof layouts / sizeof *layouts);
+        check_dir(dir, layouts, n_layouts);
         n++;
     }
     closedir(d);
