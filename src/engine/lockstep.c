@@ -139,7 +139,8 @@ nb_status nbi_ranks_order(nb_engine *e, nbi_order kind, nbi_step_batch *b, nb_er
                .n_logit_rows = b->view.n_logit_rows,
                .max_len = b->view.max_len};
     cursor c = {.at = e->order + sizeof o, .end = e->order + e->order_bytes, .writes = true};
-    NB_ASSERT(move_batch(&c, b, &o));
+    const bool fits = move_batch(&c, b, &o);
+    NB_ASSERT(fits);
     expect(e, b);
     return send(e, &o, (size_t)(c.at - e->order), err);
 }
