@@ -120,6 +120,12 @@ inline void nbi_launch(nbi_rt *rt, dim3 grid, dim3 block, size_t shared, void (*
             (const void *)kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared);
         if (e != cudaSuccess) return nbi_rt_fail(rt, "shared memory of a kernel", (int)e);
     }
+    /* A multiprocessor whose kernels divide its memory differently must be idle in between, and
+     * then nothing overlaps: all kernels of a recorded step leave the same for L1. */
+    if (rt->recording)
+        (void)cudaFuncSetAttribute((const void *)kernel,
+                                   cudaFuncAttributePreferredSharedMemoryCarveout,
+                                   cudaSharedmemCarveoutMaxShared);
     cudaLaunchAttribute overlap = {};
     overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     overlap.val.programmaticStreamSerializationAllowed = 1;
