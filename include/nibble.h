@@ -250,6 +250,7 @@ typedef enum nb_finish {
 typedef struct nb_engine_stats {
     uint32_t n_running, n_waiting;
     uint64_t kv_tokens_used;
+    uint64_t waiting_tokens; /* of the n_waiting: prompts, and answers of those put back */
     uint64_t n_steps, prompt_tokens, generated_tokens;
     uint64_t requests_finished, requests_failed, requests_cancelled;
     uint64_t kv_tokens_cached; /* in pages nobody uses now, ready for a request that begins alike */

@@ -327,6 +327,7 @@ static void end_all(nb_engine *e, nb_finish finish, const char *why)
     nb_request *r = e->waiting_head;
     e->waiting_head = e->waiting_tail = NULL;
     e->n_waiting = 0;
+    e->waiting_tokens = 0;
     pthread_mutex_unlock(&e->lock);
     while (r) {
         nb_request *next = r->next;
@@ -520,6 +521,7 @@ void nb_engine_get_stats(nb_engine *e, nb_engine_stats *stats)
     pthread_mutex_lock(&e->lock);
     *stats = e->stats;
     stats->n_waiting = e->n_waiting;
+    stats->waiting_tokens = e->waiting_tokens;
     stats->read_bandwidth = (double)atomic_load(&e->read_bandwidth);
     pthread_mutex_unlock(&e->lock);
 }

@@ -103,6 +103,7 @@ struct nb_request {
 
     /* sequence: the rest */
     nb_request *next;          /* waiting list */
+    uint32_t n_queued;         /* tokens when it entered that; under the engine's lock */
     atomic_int refs;           /* the user's and the engine's */
     uint32_t passed;           /* how often a later request was admitted before it; the step's */
     int32_t priority;          /* lower goes first */
@@ -242,6 +243,7 @@ struct nb_engine {
     pthread_cond_t work;
     nb_request *waiting_head, *waiting_tail;
     uint32_t n_waiting;
+    uint64_t waiting_tokens; /* of them */
     nb_engine_stats stats;
     nbi_histogram histograms[NB_HIST_COUNT];
     uint64_t now_ns;            /* when the tokens of the step were there; the step's */

@@ -16,6 +16,19 @@ static void note_deadline(nb_engine *e, const nb_request *r)
         e->first_deadline_ns = r->deadline_ns;
 }
 
+static void count_in(nb_engine *e, nb_request *r)
+{
+    r->n_queued = r->n_tokens;
+    e->n_waiting++;
+    e->waiting_tokens += r->n_queued;
+}
+
+static void count_out(nb_engine *e, const nb_request *r)
+{
+    e->n_waiting--;
+    e->waiting_tokens -= r->n_queued;
+}
+
 void nbi_queue_push(nb_engine *e, nb_request *r)
 {
     note_deadline(e, r);
@@ -26,7 +39,7 @@ void nbi_queue_push(nb_engine *e, nb_request *r)
         e->waiting_head = r;
     }
     e->waiting_tail = r;
-    e->n_waiting++;
+    count_in(e, r);
 }
 
 void nbi_queue_push_front(nb_engine *e, nb_request *r)
@@ -36,7 +49,7 @@ void nbi_queue_push_front(nb_engine *e, nb_request *r)
     r->next = e->waiting_head;
     e->waiting_head = r;
     if (!e->waiting_tail) e->waiting_tail = r;
-    e->n_waiting++;
+    count_in(e, r);
 }
 
 nbi_client_turn *nbi_queue_turn(const nb_engine *e, const nb_request *r)
@@ -89,7 +102,7 @@ void nbi_queue_remove(nb_engine *e, nb_request *r)
     }
     if (e->waiting_tail == r) e->waiting_tail = before;
     r->next = NULL;
-    e->n_waiting--;
+    count_out(e, r);
 }
 
 nb_request *nbi_queue_take_ended(nb_engine *e, uint64_t now_ns)
@@ -111,7 +124,7 @@ nb_request *nbi_queue_take_ended(nb_engine *e, uint64_t now_ns)
         *at = r->next;
         r->next = taken;
         taken = r;
-        e->n_waiting--;
+        count_out(e, r);
     }
     e->waiting_tail = last;
     return taken;

@@ -1,4 +1,8 @@
-/* What an operator does to a running server: /flush_cache and /abort_request. Called by http.c. */
+/* What an operator does to a running server: /flush_cache, /reset_prefix_cache and
+ * /abort_request. Called by http.c. */
+#include <string.h>
+#include <strings.h>
+
 #include "server/http.h"
 
 static unsigned done(nbi_exchange *ex, nb_status status)
@@ -8,18 +12,19 @@ static unsigned done(nbi_exchange *ex, nb_status status)
     return 0;
 }
 
-unsigned nbi_get_flush_cache(nbi_exchange *ex, nbi_buf *out)
+static nb_status flush(nbi_exchange *ex)
 {
     nb_error err = {0};
     nb_status status = nb_engine_flush_cache(ex->server->served->engine, &err);
-    if (status == NB_BUSY) {
-        nbi_api_fail(&ex->error, 400, "cache_in_use", NULL, "%s", err.text);
-        return 0;
-    }
-    if (status != NB_OK) {
-        nbi_api_from(&ex->error, status, &err, NULL);
-        return 0;
-    }
+    if (status == NB_BUSY)
+        return nbi_api_fail(&ex->error, 400, "cache_in_use", NULL, "%s", err.text);
+    if (status != NB_OK) nbi_api_from(&ex->error, status, &err, NULL);
+    return status;
+}
+
+unsigned nbi_get_flush_cache(nbi_exchange *ex, nbi_buf *out)
+{
+    if (flush(ex) != NB_OK) return 0;
     ex->content_type = "text/plain; charset=utf-8";
     return done(ex, nbi_buf_addf(out, "Cache flushed.\n"));
 }
@@ -28,6 +33,21 @@ unsigned nbi_post_flush_cache(nbi_exchange *ex, const json_t *body, nbi_buf *out
 {
     (void)body;
     return nbi_get_flush_cache(ex, out);
+}
+
+/* vLLM's path of the same; `success` is never false, a cache in use is an error. */
+unsigned nbi_post_reset_prefix_cache(nbi_exchange *ex, const json_t *body, nbi_buf *out)
+{
+    const char *running =
+        MHD_lookup_connection_value(ex->conn, MHD_GET_ARGUMENT_KIND, "reset_running_requests");
+    (void)body;
+    if (running && (strcasecmp(running, "true") == 0 || strcmp(running, "1") == 0)) {
+        nbi_api_field(&ex->error, "reset_running_requests",
+                      "is true; running requests are not put back for it here");
+        return 0;
+    }
+    if (flush(ex) != NB_OK) return 0;
+    return done(ex, nbi_buf_addf(out, "{\"success\":true}"));
 }
 
 unsigned nbi_post_abort_request(nbi_exchange *ex, const json_t *body, nbi_buf *out)

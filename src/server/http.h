@@ -39,6 +39,11 @@ unsigned nbi_get_server_info(nbi_exchange *ex, nbi_buf *out);
 unsigned nbi_get_flush_cache(nbi_exchange *ex, nbi_buf *out);
 unsigned nbi_post_flush_cache(nbi_exchange *ex, const json_t *body, nbi_buf *out);
 unsigned nbi_post_abort_request(nbi_exchange *ex, const json_t *body, nbi_buf *out);
+unsigned nbi_post_reset_prefix_cache(nbi_exchange *ex, const json_t *body, nbi_buf *out);
+/* loads.c */
+unsigned nbi_get_loads(nbi_exchange *ex, nbi_buf *out);
+unsigned nbi_get_load(nbi_exchange *ex, nbi_buf *out);
+unsigned nbi_get_server_load(nbi_exchange *ex, nbi_buf *out);
 /* profiling.c */
 unsigned nbi_get_start_profile(nbi_exchange *ex, nbi_buf *out);
 unsigned nbi_post_start_profile(nbi_exchange *ex, const json_t *body, nbi_buf *out);

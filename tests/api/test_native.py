@@ -276,7 +276,8 @@ def test_no_secrets(serve):
     keyed = {"Authorization": "Bearer s3cret"}
     assert "s3cret" not in server.get("/server_info", headers=keyed).text
     for method, path in [("GET", "/server_info"), ("GET", "/model_info"), ("POST", "/flush_cache"), ("GET", "/flush_cache"),
-                         ("POST", "/abort_request"), ("POST", "/generate"), ("POST", "/tokenize"), ("GET", "/version")]:
+                         ("POST", "/abort_request"), ("POST", "/generate"), ("POST", "/tokenize"), ("GET", "/version"),
+                         ("GET", "/v1/loads"), ("GET", "/get_load"), ("GET", "/load"), ("POST", "/reset_prefix_cache")]:
         assert httpx.request(method, server.url + path).status_code == 401
     assert server.get("/ping").status_code == 200
     assert httpx.post(server.url + "/abort_request", json={"abort_all": True}, headers=keyed).json() == {"aborted": 0}
@@ -303,6 +304,78 @@ def test_flush_while_running(server):
     error_of(server.post("/flush_cache", {}))
     s.close()
     server.wait_idle(5)
+
+
+def test_reset_prefix_cache(server):
+    """vLLM's path; a cache in use is an error, not a success that is false."""
+    server.wait_idle(10)
+    generate(server, text=PROMPT * 8)
+    assert generate(server, text=PROMPT * 8)["meta_info"]["cached_tokens"] > 0
+    reply = requests.post(server.url + "/reset_prefix_cache", timeout=60)
+    assert reply.status_code == 200 and reply.json() == {"success": True}
+    assert generate(server, text=PROMPT * 8)["meta_info"]["cached_tokens"] == 0
+    assert requests.post(server.url + "/reset_prefix_cache?reset_running_requests=false", timeout=60).status_code == 200
+    assert error_of(requests.post(server.url + "/reset_prefix_cache?reset_running_requests=true", timeout=60))["param"] == "reset_running_requests"
+    s = begin(server, {"prompt": "x", "max_tokens": 2000, "ignore_eos": True})
+    wait_running(server, 1)
+    assert error_of(server.post("/reset_prefix_cache", {}))["code"] == "cache_in_use"
+    s.close()
+    server.wait_idle(5)
+
+
+# ---------------------------------------------------------------- load
+
+def test_load_when_idle(server):
+    server.wait_idle(10)
+    loads = server.get("/v1/loads").json()
+    one, total = loads["loads"][0], loads["aggregate"]
+    assert loads["dp_rank_count"] == len(loads["loads"]) == 1 and loads["version"] == server.get("/version").json()["version"]
+    assert one["num_running_reqs"] == one["num_waiting_reqs"] == one["num_total_reqs"] == one["num_total_tokens"] == 0
+    assert one["max_total_num_tokens"] == server.get("/server_info").json()["max_total_num_tokens"] == one["memory"]["token_capacity"]
+    assert total["total_reqs"] == total["total_tokens"] == total["avg_utilization"] == 0
+    old = server.get("/get_load").json()
+    assert len(old) == 1 and old[0].items() >= {"dp_rank": 0, "num_reqs": 0, "num_waiting_reqs": 0, "num_tokens": 0}.items()
+    assert server.get("/load").json() == {"server_load": 0}
+
+
+def test_load_counts(serve):
+    """Two run and three wait, of whose prompts every token counts; then nothing is left of them."""
+    server = serve("--max-running-requests", "2")
+    ids = [list(range(300 + 10 * i, 340 + 10 * i)) for i in range(5)]
+    streams = [begin(server, {"prompt": p, "max_tokens": 3000, "ignore_eos": True}) for p in ids[:2]]
+    wait_running(server, 2)
+    streams += [begin(server, {"prompt": p, "max_tokens": 3000, "ignore_eos": True}) for p in ids[2:]]
+    until = time.monotonic() + 20
+    while server.get("/health").json()["waiting"] < 3 and time.monotonic() < until:
+        time.sleep(0.01)
+    loads = server.get("/v1/loads").json()
+    one = loads["loads"][0]
+    assert (one["num_running_reqs"], one["num_waiting_reqs"], one["num_total_reqs"]) == (2, 3, 5)
+    assert one["num_total_tokens"] - one["num_used_tokens"] == 3 * 40 and one["num_used_tokens"] >= 2 * 40
+    assert one["utilization"] == 1 and one["max_running_requests"] == 2 and one["queues"]["waiting"] == 3
+    assert loads["aggregate"]["total_reqs"] == 5
+    old = server.get("/get_load").json()[0]
+    assert (old["num_reqs"], old["num_waiting_reqs"], old["num_pending_tokens"]) == (5, 3, 120) and old["num_tokens"] >= 200
+    assert server.get("/load").json() == {"server_load": 5}
+    streams[4].close()  # while it waits
+    while server.get("/get_load").json()[0]["num_reqs"] > 4 and time.monotonic() < until:
+        time.sleep(0.01)
+    assert server.get("/get_load").json()[0]["num_pending_tokens"] == 80
+    for s in streams[:4]:
+        s.close()
+    server.wait_idle(10)
+    assert server.get("/get_load").json()[0]["num_tokens"] == 0
+    server.stop()
+
+
+def test_load_sections(server):
+    def one(query):
+        return server.get("/v1/loads?" + query).json()["loads"][0]
+    assert {"memory", "queues"} <= one("include=all").keys() and {"memory", "queues"} <= one("").keys()
+    assert not {"memory", "queues", "speculative"} & one("include=core").keys()
+    assert "memory" in one("include=core,%20memory") and "queues" not in one("include=core,memory&dp_rank=0&format=json")
+    for query, param in [("include=core,cpu", "include"), ("dp_rank=1", "dp_rank"), ("format=prometheus", "format")]:
+        assert error_of(server.get("/v1/loads?" + query))["param"] == param
 
 
 class Answer(threading.Thread):
