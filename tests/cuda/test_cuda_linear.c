@@ -151,6 +151,8 @@ static void test_large(void **state)
         check_shape(b, kinds[k], 260, 192, 140, false);
         check_shape(b, kinds[k], 260, 272, 140, false);
         check_shape(b, kinds[k], 520, 592, 180, false);
+        check_shape(b, kinds[k], 520, fp8 ? 400 : 592, 40, false); /* K divided over blocks, */
+        check_shape(b, kinds[k], 1100, 272, 64, false);            /* warps go on */
     }
     /* 16 row tiles of a block between two passes are not all of it. */
     check_shape(b, NBI_WEIGHT_FP8_BLOCK, 1100, 1168, 1, false);
@@ -199,7 +201,7 @@ static void same_bits(const float *a, const float *b, size_t n, const char *what
 
 static void check_bits(nbi_backend *b, const nbi_matrix *m, bool exact)
 {
-    static const uint32_t tokens[] = {1, 2, 8, 9, 16, 17, 70};
+    static const uint32_t tokens[] = {1, 2, 8, 9, 16, 17, 40, 64, 70};
     enum { N = 100 };
     const uint32_t cols = m->cols, rows = m->rows;
     float *x = op_floats((size_t)N * cols), *back = op_floats((size_t)N * cols);
@@ -242,43 +244,43 @@ static void test_bits(void **state)
     gpu_close(b);
 }
 
-/* Products of one x in a row, as q, k and v: what is kept of x from one to the next is not kept
- * when x changes, by an upload or by a product. */
-static void test_same_x(void **state)
+/* Products of one x in a row, as q, k and v, apart or in one launch: what is kept of x from one to
+ * the next is not kept when x changes, by an upload or by a product. */
+static void check_same_x(uint32_t n)
 {
-    (void)state;
-    enum { N = 90, COLS = 272, ROWS = 272 };
-    nbi_backend *b = open_for(COLS, ROWS, N);
+    enum { COLS = 272, ROWS = 272 };
+    nbi_backend *b = open_for(COLS, ROWS, n);
     static const nbi_weight_kind chain[] = {NBI_WEIGHT_NVFP4, NBI_WEIGHT_F16, NBI_WEIGHT_BF16,
                                             NBI_WEIGHT_BF16, NBI_WEIGHT_BF16};
-    enum { LINKS = sizeof chain / sizeof *chain, BYTES = N * COLS * sizeof(float) };
+    enum { LINKS = sizeof chain / sizeof *chain };
+    const size_t bytes = (size_t)n * COLS * sizeof(float);
     mat m[LINKS];
     nbi_weight *w[LINKS];
-    gpu_buffer y[LINKS], x = gpu_poisoned(b, BYTES);
+    gpu_buffer y[LINKS], x = gpu_poisoned(b, bytes);
     nb_error err;
     for (size_t i = 0; i < LINKS; i++) {
         mat_make(&m[i], chain[i], ROWS, COLS, true);
         assert_int_equal(b->ops->weight_prepare(b, &w[i], &m[i].m, &err), NB_OK);
-        y[i] = gpu_poisoned(b, BYTES);
+        y[i] = gpu_poisoned(b, bytes);
     }
-    float *host = op_floats(N * COLS);
+    float *host = op_floats((size_t)n * COLS);
     for (uint32_t round = 0; round < 2; round++) {
-        op_fill(host, N * COLS, 1);
-        b->ops->upload(b, x.p, host, BYTES);
+        op_fill(host, (size_t)n * COLS, 1);
+        b->ops->upload(b, x.p, host, bytes);
         for (size_t i = 0; i < LINKS; i++) /* the last but one of the second round changes x */
             b->ops->linear(b, &(nbi_linear_args){.y = round && i + 2 == LINKS ? x.p : y[i].p,
                                                  .x = x.p,
                                                  .w = w[i],
-                                                 .n_rows = N,
+                                                 .n_rows = n,
                                                  .x_stride = COLS,
                                                  .y_stride = ROWS,
                                                  .y_f32 = true});
         for (size_t i = 0; i < LINKS; i++) {
             const bool over = round && i + 2 == LINKS;
             float *got = gpu_read(over ? &x : &y[i]);
-            check_product(&m[i].m, got, ROWS, host, COLS, N, NULL, bound_of(chain[i], false),
+            check_product(&m[i].m, got, ROWS, host, COLS, n, NULL, bound_of(chain[i], false),
                           false);
-            if (over) memcpy(host, got, BYTES);
+            if (over) memcpy(host, got, bytes);
             free(got);
         }
     }
@@ -290,6 +292,13 @@ static void test_same_x(void **state)
         mat_free(&m[i]);
     }
     gpu_close(b);
+}
+
+static void test_same_x(void **state)
+{
+    (void)state;
+    check_same_x(90);
+    check_same_x(33);
 }
 
 /* ---------------------------------------------------------------- not finite */
@@ -662,7 +671,9 @@ static void bench_weights(bench *k, nbi_weight_kind kind, uint32_t rows, uint32_
     mat_make(&one, kind, own, cols, false);
     nbi_matrix m = one.m;
     const size_t part = (size_t)own * nbi_matrix_row_bytes(&m);
-    const size_t scales = kind == NBI_WEIGHT_NVFP4 ? (size_t)own * (cols / 16) : 0;
+    const size_t scales = kind == NBI_WEIGHT_NVFP4       ? (size_t)own * (cols / 16)
+                          : kind == NBI_WEIGHT_FP8_BLOCK ? (size_t)own / 128 * (cols / 128) * 4
+                                                         : 0;
     const size_t n = (rows + own - 1) / own;
     char *data = malloc(n * (part + scales));
     assert_non_null(data);

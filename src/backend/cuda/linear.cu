@@ -1,12 +1,14 @@
 /* The operator y = x W^T + bias: which kernel. Callers: the backend's table. */
 #include "backend/cuda/cuda_linear.h"
 #include "backend/cuda/router.h"
+#include "backend/cuda/split_linear.h"
 #include "backend/cuda/stream_linear.h"
 
 size_t nbi_cuda_linear_scratch(const nbi_cuda *c, const nbi_limits *limits)
 {
-    (void)c;
-    return nbi_linear_many_scratch(limits->max_rows, limits->max_linear_cols);
+    const size_t many = nbi_linear_many_scratch(limits->max_rows, limits->max_linear_cols);
+    const size_t split = nbi_cuda_split_scratch(c, limits);
+    return many > split ? many : split;
 }
 
 static void run(nbi_cuda *c, const nbi_linear_args *a)
@@ -40,7 +42,9 @@ static void do_pending(nbi_cuda *c, const nbi_add_args *add)
     c->n_pending = 0;
     c->norm_pending = c->router_pending = c->swiglu_pending = false;
     const nbi_stream_around around = {norm ? &c->norm : NULL, swiglu ? &c->swiglu : NULL, add};
-    if (n)
+    if (n && nbi_cuda_split_fits(c, c->pending, n))
+        nbi_cuda_split_linear(c, c->pending, n, add);
+    else if (n)
         nbi_cuda_stream_linear(c, c->pending, n, &around);
     else if (norm)
         nbi_cuda_rmsnorm(&c->base, &c->norm);
@@ -107,6 +111,12 @@ void nbi_cuda_add_now(nbi_backend *b, const nbi_add_args *a)
     nbi_cuda_add(b, a);
 }
 
+/* Whether one call can do them; never both. */
+static bool fit_together(const nbi_cuda *c, const nbi_linear_args *calls, uint32_t n)
+{
+    return nbi_cuda_stream_fits(c, calls, n) || nbi_cuda_split_fits(c, calls, n);
+}
+
 /* Layers of the same x (q, k and v; gate and up) come one after the other: they wait for the next
  * call that is something else, and become one launch. */
 void nbi_cuda_linear(nbi_backend *b, const nbi_linear_args *a)
@@ -125,14 +135,14 @@ void nbi_cuda_linear(nbi_backend *b, const nbi_linear_args *a)
     if (c->router_pending) nbi_cuda_flush(c);
     if (!apart && c->n_pending < NBI_CUDA_PENDING) {
         c->pending[c->n_pending] = *a;
-        if (nbi_cuda_stream_fits(c, c->pending, c->n_pending + 1)) {
+        if (fit_together(c, c->pending, c->n_pending + 1)) {
             c->n_pending++;
             return;
         }
     }
     nbi_cuda_flush(c);
     c->pending[0] = *a;
-    if (nbi_cuda_stream_fits(c, a, 1))
+    if (fit_together(c, a, 1))
         c->n_pending = 1;
     else
         run(c, a);
