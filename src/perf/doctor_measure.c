@@ -1,4 +1,4 @@
-/* Read rate of memory and of a file. */
+/* Read rate of memory and of a file; copies of GPUs. */
 #include "perf/doctor_measure.h"
 
 #include <fcntl.h>
@@ -101,6 +101,14 @@ static const char *measure_file(nbi_facts *f, const char *path)
     return why;
 }
 
+static void measure_transfers(nbi_facts *f)
+{
+    nbi_measured_facts *m = &f->measured;
+    nb_error err;
+    if (nbi_transfers_measure(&m->transfers, &err) != NB_OK)
+        m->gpu_why = nbi_reader_text(&f->reader, "%s", err.text);
+}
+
 void nbi_doctor_measure(nbi_facts *f, const nbi_doctor_options *o)
 {
     nbi_measured_facts *m = &f->measured;
@@ -116,6 +124,5 @@ void nbi_doctor_measure(nbi_facts *f, const nbi_doctor_options *o)
         m->file_why = measure_file(f, nbi_reader_text(&f->reader, "%s/%s", s->path, s->largest));
     else
         m->file_why = "no --model and no --file";
-    m->gpu_why =
-        NBI_WITH_CUDA ? "transfers between devices are not measured yet" : "this build has no CUDA";
+    measure_transfers(f);
 }
