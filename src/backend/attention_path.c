@@ -187,6 +187,7 @@ nb_status nbi_kv_dtype_parse(nbi_dtype *out, const char *name, nb_error *err)
         {"fp8_e5m2", "two bits of mantissa lose too much and its range is not needed, since every "
                      "128 values have a scale; use fp8_e4m3"},
         {"fp4_e2m1", "the attention kernels read BF16, F32 and E4M3; use fp8_e4m3"},
+        {"nvfp4", "the attention kernels read BF16, F32 and E4M3; use fp8_e4m3"},
         {"int8", "the attention kernels read BF16, F32 and E4M3; use fp8_e4m3"},
     };
     for (size_t i = 0; i < sizeof types / sizeof *types; i++) {

@@ -2,6 +2,7 @@
 #include <stdio.h>
 #include <string.h>
 
+#include "backend/attention_path.h"
 #include "base/json.h"
 #include "cli/cli.h"
 #include "model/census.h"
@@ -31,6 +32,7 @@ typedef struct request {
     nbi_opt_list sets;
     nbi_roof_options roof;
     nbi_config config;
+    nbi_census census; /* of --model: what each module takes */
     uint64_t memory, context;
     double bandwidth, flops, link, latency;
     bool json, list, mtp;
@@ -38,23 +40,26 @@ typedef struct request {
 
 /* ---------------------------------------------------------------- what is asked */
 
-/* The stored bytes of each component, over its weights. */
+/* Takes the census' configuration over. */
 static nb_status from_checkpoint(request *q, nb_error *err)
 {
-    nbi_census census;
-    NB_TRY(nbi_census_open(&census, q->model, false, err));
-    for (int c = 0; c < NBI_COMPONENT_COUNT; c++) {
-        double weights = 0, bytes = 0;
-        for (int k = 0; k < NBI_WEIGHT_KIND_COUNT; k++) {
-            weights += (double)census.cells[c][k].weights;
-            bytes += (double)census.cells[c][k].bytes;
-        }
-        if (weights > 0) q->roof.bytes_per_weight[c] = bytes / weights;
-    }
-    const bool has_mtp = census.has_mtp;
-    nbi_census_close(&census);
-    NB_TRY(nbi_config_load(&q->config, q->model, err));
-    if (!has_mtp || !q->mtp) q->config.n_mtp_layers = 0;
+    NB_TRY(nbi_census_open(&q->census, q->model, false, err));
+    nbi_census_fit(&q->census, q->mtp);
+    q->roof.module_bytes = q->census.module_bytes;
+    q->config = q->census.config;
+    q->census.config = (nbi_config){0};
+    return NB_OK;
+}
+
+/* "auto" is what `nibble serve` takes. */
+static nb_status choose_cache(request *q, nb_error *err)
+{
+    nbi_dtype dtype;
+    NB_TRY(nbi_kv_dtype_parse(&dtype, q->kv, err));
+    if (dtype == NBI_DTYPE_COUNT)
+        dtype = q->model && !strcmp(q->census.quant.kv_algo, "FP8") ? NBI_F8_E4M3 : NBI_BF16;
+    q->roof.kv_dtype = dtype;
+    q->kv = nbi_kv_dtype_name(dtype);
     return NB_OK;
 }
 
@@ -75,9 +80,6 @@ static nb_status prepare(request *q, nb_error *err)
 {
     if (!q->model == !q->like)
         return nbi_fail(err, NB_INVALID, "expected one of --model and --like");
-    if (strcmp(q->kv, "bf16") != 0 && strcmp(q->kv, "fp8") != 0)
-        return nbi_fail(err, NB_INVALID, "--kv-cache-dtype %s: expected bf16 or fp8", q->kv);
-    q->roof.kv_fp8 = !strcmp(q->kv, "fp8");
     q->roof.weights = nbi_synth_weights_parse(q->weights);
     if (q->roof.weights == NBI_SYNTH_WEIGHTS_COUNT)
         return nbi_fail(err, NB_INVALID,
@@ -90,7 +92,7 @@ static nb_status prepare(request *q, nb_error *err)
         NB_TRY(nbi_synth_shape(&q->config, q->like, q->sets.items, q->sets.n, q->mtp, err));
     q->roof.config = &q->config;
     q->roof.context = q->context;
-    return NB_OK;
+    return choose_cache(q, err);
 }
 
 /* ---------------------------------------------------------------- text */
@@ -132,8 +134,12 @@ static void print_text(const request *q, const nbi_roofline *r)
            q->model ? "as stored" : q->weights, count(a, r->parameters), count(b, r->active));
     printf("%s: %s/s", o->device.label, nbi_cli_bytes(a, (uint64_t)o->device.bandwidth));
     if (o->device.flops_bf16 > 0) printf(", %.0f TFLOP/s in BF16", o->device.flops_bf16 * 1e-12);
-    printf("; tp %u, ep %u, pp %u; batch %u, context %llu, cache %s\n\n", o->tp, o->ep, o->pp,
-           o->batch, (unsigned long long)o->context, q->kv);
+    printf("; tp %u, ep %u, pp %u; batch %u, ", o->tp, o->ep, o->pp, o->batch);
+    if (o->context == NBI_ROOF_ALL_WEIGHTS)
+        printf("weights alone, ");
+    else
+        printf("context %llu, ", (unsigned long long)o->context);
+    printf("cache %s\n\n", q->kv);
     print_parts(r);
     if (q->config.n_experts)
         printf("\nexperts read       %.1f of %u per layer%s\n", r->experts_read,
@@ -184,14 +190,17 @@ static int print_json(const request *q, const nbi_roofline *r)
     json_t *memory =
         json_pack("{s:f, s:f, s:f, s:f}", "weights", r->weight_bytes, "cache", r->cache_bytes,
                   "cache_per_token", r->kv_bytes_per_token, "device", o->device.memory);
+    json_t *context =
+        o->context == NBI_ROOF_ALL_WEIGHTS ? json_null() : json_integer((json_int_t)o->context);
     json_t *root = json_pack(
-        "{s:s, s:s, s:{s:s, s:f, s:f, s:s}, s:i, s:i, s:i, s:i, s:I, s:f, s:f, s:f, s:f, s:o, s:o, "
+        "{s:s, s:s, s:{s:s, s:f, s:f, s:s}, s:i, s:i, s:i, s:i, s:o, s:s, s:f, s:f, s:f, s:f, s:o, "
+        "s:o, "
         "s:I, s:I, "
         "s:f, s:I, s:I}",
         "model", what(q), "weights", q->model ? "as stored" : q->weights, "device", "name",
         o->device.name, "bandwidth", o->device.bandwidth, "flops_bf16", o->device.flops_bf16,
         "source", o->device.source, "tp", (int)o->tp, "ep", (int)o->ep, "pp", (int)o->pp, "batch",
-        (int)o->batch, "context", (json_int_t)o->context, "bytes_per_step", r->step.bytes,
+        (int)o->batch, "context", context, "kv_cache_dtype", q->kv, "bytes_per_step", r->step.bytes,
         "flops_per_step", r->step.flops, "floor_ms", r->step.seconds * 1e3, "tokens_per_s",
         r->tokens_per_s, "components", parts_json(r), "memory_per_gpu", memory, "longest_context",
         (json_int_t)r->longest_context, "compute_bound_batch", (json_int_t)r->compute_batch,
@@ -235,7 +244,8 @@ static int run(request *q)
 int nbi_cmd_roofline(int argc, char **argv)
 {
     request q = {.weights = "nvfp4-mlp",
-                 .kv = "bf16",
+                 .kv = "auto",
+                 .context = NBI_ROOF_ALL_WEIGHTS,
                  .roof = {.tp = 1, .ep = 1, .pp = 1, .batch = 1, .memory_share = 0.9}};
     const nbi_opt options[] = {
         {"model", NBI_OPT_STRING, &q.model, "DIR", "a checkpoint: bytes as it stores them", false},
@@ -270,8 +280,14 @@ int nbi_cmd_roofline(int argc, char **argv)
         {"fp4-products", NBI_OPT_FLAG, &q.roof.fp4_products, NULL,
          "NVFP4 activations too: the device's FP4 peak", false},
         {"batch", NBI_OPT_U32, &q.roof.batch, "N", "sequences (default 1)", false},
-        {"context", NBI_OPT_U64, &q.context, "N", "tokens in the cache of each (default 0)", false},
-        {"kv-cache-dtype", NBI_OPT_STRING, &q.kv, "TYPE", "bf16 (default) or fp8", false},
+        {"context", NBI_OPT_U64, &q.context, "N",
+         "tokens in the cache of each; without it, no cache is counted and every weight is.\n"
+         "Up to index_topk tokens an indexer has nothing to choose and only writes its key",
+         false},
+        {"kv-cache-dtype", NBI_OPT_STRING, &q.kv, "TYPE",
+         "auto (default: what the checkpoint asks for, else bf16), bf16, fp8_e4m3, f32:\n"
+         "of latents or heads, and of index keys",
+         false},
         {"json", NBI_OPT_FLAG, &q.json, NULL, "one JSON object instead of text", false},
         {"plot", NBI_OPT_STRING, &q.plot, "FILE.svg", "draw the roofs and a bar per part", false},
         {0},
@@ -282,6 +298,7 @@ int nbi_cmd_roofline(int argc, char **argv)
         if (q.list) print_devices();
         status = q.list ? NBI_EXIT_OK : run(&q);
     }
+    nbi_census_close(&q.census);
     nbi_config_free(&q.config);
     nbi_opt_list_free(&q.sets);
     return status;

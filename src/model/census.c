@@ -6,14 +6,18 @@
 
 typedef struct taker {
     nbi_census *c;
+    size_t at; /* of module_bytes */
     bool verify;
     float gate_global; /* of the expert being read */
 } taker;
 
-static void add(nbi_census *c, nbi_component component, nbi_weight_kind kind, uint64_t weights,
+static void add(taker *t, const nbi_module *m, nbi_weight_kind kind, uint64_t weights,
                 uint64_t bytes)
 {
-    nbi_census_cell *cell = &c->cells[component][kind];
+    nbi_census *c = t->c;
+    nbi_census_cell *cell = &c->cells[m->component][kind];
+    NB_ASSERT(t->at < c->n_modules);
+    c->module_bytes[t->at++] = bytes;
     cell->modules++;
     cell->weights += weights;
     cell->bytes += bytes;
@@ -93,7 +97,7 @@ static nb_status take_linear(taker *t, const nbi_module *m, nb_error *err)
     if (convention_rank(convention) > convention_rank(t->c->convention))
         t->c->convention = convention;
     if (w.kind == NBI_WEIGHT_NVFP4 && w.input_scale == 0) t->c->without_input_scale++;
-    add(t->c, m->component, w.kind, (uint64_t)w.rows * w.cols, nbi_matrix_bytes(&w));
+    add(t, m, w.kind, (uint64_t)w.rows * w.cols, nbi_matrix_bytes(&w));
     return NB_OK;
 }
 
@@ -103,8 +107,18 @@ static nb_status take(void *user, const nbi_module *m, nb_error *err)
     if (m->linear) return take_linear(t, m, err);
     const float *v;
     NB_TRY(nbi_vector_load(&v, NULL, t->c->ckpt, &t->c->arena, m->name, (uint32_t)m->rows, err));
-    add(t->c, m->component, NBI_WEIGHT_F32, m->rows,
-        nbi_checkpoint_peek(t->c->ckpt, m->name)->bytes);
+    add(t, m, NBI_WEIGHT_F32, m->rows, nbi_checkpoint_peek(t->c->ckpt, m->name)->bytes);
+    return NB_OK;
+}
+
+/* Before anything is read. */
+static nb_status count(void *user, const nbi_module *m, nb_error *err)
+{
+    (void)err;
+    nbi_census *c = user;
+    const bool mtp = m->layer != UINT32_MAX && m->layer >= c->config.n_layers;
+    if (mtp && !c->n_mtp++) c->first_mtp = c->n_modules;
+    c->n_modules++;
     return NB_OK;
 }
 
@@ -129,6 +143,9 @@ static nb_status open_all(nbi_census *c, const char *dir, bool verify, nb_error 
     config.tied_head = config.tied_head && !c->stored_head;
     c->expert_kinds = nbi_calloc(config.n_layers + config.n_mtp_layers, sizeof *c->expert_kinds);
     if (!c->expert_kinds) return nbi_fail(err, NB_NO_MEMORY, "out of memory");
+    NB_TRY(nbi_modules_walk(&config, false, count, c, err));
+    c->module_bytes = nbi_calloc(c->n_modules, sizeof *c->module_bytes);
+    if (!c->module_bytes) return nbi_fail(err, NB_NO_MEMORY, "out of memory");
     taker t = {.c = c, .verify = verify};
     return nbi_modules_walk(&config, true, take, &t, err);
 }
@@ -144,6 +161,17 @@ nb_status nbi_census_open(nbi_census *out, const char *dir, bool verify, nb_erro
     return st;
 }
 
+void nbi_census_fit(nbi_census *c, bool mtp)
+{
+    c->config.tied_head = c->config.tied_head && !c->stored_head;
+    c->config.n_mtp_layers = c->has_mtp && mtp;
+    if (mtp) return;
+    c->n_modules -= c->n_mtp;
+    memmove(c->module_bytes + c->first_mtp, c->module_bytes + c->first_mtp + c->n_mtp,
+            (c->n_modules - c->first_mtp) * sizeof *c->module_bytes);
+    c->n_mtp = 0;
+}
+
 void nbi_census_close(nbi_census *census)
 {
     nbi_config_free(&census->config);
@@ -151,5 +179,6 @@ void nbi_census_close(nbi_census *census)
     nbi_checkpoint_close(&census->ckpt);
     nbi_arena_free(&census->arena);
     nbi_free(census->expert_kinds);
+    nbi_free(census->module_bytes);
     *census = (nbi_census){0};
 }

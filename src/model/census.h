@@ -30,6 +30,9 @@ typedef struct nbi_census {
     uint32_t n_sparse; /* layers with experts, MTP included */
     nbi_weight_kind (
         *expert_kinds)[2]; /* [n_layers + MTP] gate/up and down of expert 0; NONE in dense layers */
+    uint64_t *module_bytes; /* [n_modules] as stored, in the order of nbi_modules_walk(); those of
+                               MTP layers are [first_mtp, first_mtp + n_mtp) */
+    size_t n_modules, first_mtp, n_mtp;
     uint32_t unequal_pairs;       /* experts whose gate and up have different global scales */
     uint32_t without_input_scale; /* NVFP4 matrices that have none */
 } nbi_census;
@@ -38,6 +41,10 @@ typedef struct nbi_census {
  * its partners. `verify` reads every scale. The sentence of a failure names file and tensor. */
 nb_status nbi_census_open(nbi_census *out, const char *dir, bool verify, nb_error *err);
 void nbi_census_close(nbi_census *census);
+
+/* Makes `config` that of what is stored and, without `mtp`, of the layers that a step runs: then
+ * module_bytes belongs to nbi_modules_walk() of it. Sums and expert_kinds stay. */
+void nbi_census_fit(nbi_census *census, bool mtp);
 
 #ifdef __cplusplus
 }

@@ -137,7 +137,9 @@ struct nbi_model {
     void *vectors; /* device block of all float vectors */
     size_t vector_bytes;
     uint64_t weight_bytes, non_expert_bytes,
-        non_expert_macs; /* of the main stack with head, without embedding */
+        non_expert_macs;      /* of the main stack with head, without embedding */
+    uint64_t selecting_bytes; /* of non_expert_bytes: indexers without their key's matrix, which is
+                                 read also where there is nothing to choose */
     uint64_t
         expert_bytes_per_layer_sum; /* of one expert, summed over sparse layers of the main stack */
     uint64_t *expert_bytes;         /* [n_layers + has_mtp] of one expert, 0 in dense layers; what

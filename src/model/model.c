@@ -238,6 +238,12 @@ uint64_t nbi_model_weight_bytes(const nbi_model *m)
     return m->weight_bytes;
 }
 
+/* Does a step with so many tokens in the cache choose some of them (forward.c)? */
+static bool selects(const nbi_config *c, uint32_t context)
+{
+    return c->has_indexer && context >= c->index_topk;
+}
+
 /* Cache bytes that one sequence of `context` tokens reads in a decode step. */
 static uint64_t cache_read_bytes(const nbi_config *c, uint32_t context, nbi_dtype dtype)
 {
@@ -252,8 +258,8 @@ static uint64_t cache_read_bytes(const nbi_config *c, uint32_t context, nbi_dtyp
         }
         uint32_t attended = c->has_indexer && c->index_topk < context ? c->index_topk : context;
         bytes += (uint64_t)nbi_kv_position_bytes(&latent) * attended;
-        bool scores = c->has_indexer && c->layer_full_indexer[l] && context > c->index_topk;
-        if (scores) bytes += (uint64_t)nbi_kv_position_bytes(&index) * context;
+        if (selects(c, context) && c->layer_full_indexer[l])
+            bytes += (uint64_t)nbi_kv_position_bytes(&index) * context;
     }
     return bytes;
 }
@@ -281,7 +287,9 @@ uint64_t nbi_model_step_bytes(const nbi_model *m, uint32_t n_rows, uint32_t n_se
 {
     if (!n_seqs) return 0;
     const uint32_t each = (uint32_t)(cached / n_seqs);
-    return (uint64_t)weights_read(m, n_rows) + n_seqs * cache_read_bytes(&m->local, each, kv_dtype);
+    const uint64_t idle = selects(&m->local, each) ? 0 : m->selecting_bytes;
+    return (uint64_t)weights_read(m, n_rows) - idle +
+           n_seqs * cache_read_bytes(&m->local, each, kv_dtype);
 }
 
 uint64_t nbi_model_token_macs(const nbi_model *m)

@@ -249,12 +249,14 @@ static nb_status load_indexer(loader *ld, nbi_indexer_weights *w, bool counted, 
 {
     const nbi_config *c = &ld->m->config;
     uint32_t q_cols = c->q_lora ? c->q_lora : c->hidden;
+    const uint64_t before = ld->m->non_expert_bytes;
     ld->part = NBI_PART_INDEXER;
     NB_TRY(load_linear(ld, &w->q, "self_attn.indexer.wq_b", c->index_heads * c->index_dim, q_cols,
                        counted, err));
-    NB_TRY(load_linear(ld, &w->k, "self_attn.indexer.wk", c->index_dim, c->hidden, counted, err));
     NB_TRY(load_linear(ld, &w->weights, "self_attn.indexer.weights_proj", c->index_heads, c->hidden,
                        counted, err));
+    ld->m->selecting_bytes += ld->m->non_expert_bytes - before;
+    NB_TRY(load_linear(ld, &w->k, "self_attn.indexer.wk", c->index_dim, c->hidden, counted, err));
     NB_TRY(load_vector(ld, &w->k_norm, "self_attn.indexer.k_norm.weight", c->index_dim, err));
     return load_vector(ld, &w->k_norm_bias, "self_attn.indexer.k_norm.bias", c->index_dim, err);
 }

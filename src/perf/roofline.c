@@ -28,6 +28,7 @@ typedef struct walker {
     const nbi_roof_options *o;
     sums sums;
     double *stage_bytes; /* [pp] stored on one rank of each stage */
+    size_t at;           /* of module_bytes */
     uint64_t parameters, active;
 } walker;
 
@@ -59,11 +60,12 @@ static nbi_roof_part part_of(nbi_component c)
     }
 }
 
-/* Bytes of a stored module. */
-static double module_bytes(const nbi_roof_options *o, const nbi_module *m)
+/* Bytes of the next module. */
+static double module_bytes(walker *w, const nbi_module *m)
 {
+    const nbi_roof_options *o = w->o;
     const double weights = (double)m->rows * (double)(m->linear ? m->cols : 1);
-    if (o->bytes_per_weight[m->component] > 0) return weights * o->bytes_per_weight[m->component];
+    if (o->module_bytes) return (double)o->module_bytes[w->at++];
     const nbi_weight_kind kind = nbi_synth_kind(o->weights, m);
     if (!m->linear) return weights * (kind == NBI_WEIGHT_F32 ? 4 : BF16_BYTES);
     const nbi_matrix matrix = {.kind = kind, .rows = (uint32_t)m->rows, .cols = (uint32_t)m->cols};
@@ -104,13 +106,33 @@ static uint32_t stage_of(const nbi_roof_options *o, const nbi_module *m)
     return (uint32_t)((uint64_t)m->layer * o->pp / n);
 }
 
+static bool chooses(const nbi_roof_options *o)
+{
+    return o->config->has_indexer &&
+           (o->context == NBI_ROOF_ALL_WEIGHTS || o->context + 1 > o->config->index_topk);
+}
+
+static double cached_tokens(const nbi_roof_options *o)
+{
+    return o->context == NBI_ROOF_ALL_WEIGHTS ? 0 : (double)o->context;
+}
+
+/* Does a step run it? Of the indexer, the key's matrix always. */
+static bool is_run(const nbi_roof_options *o, const nbi_module *m)
+{
+    const nbi_config *c = o->config;
+    const bool key =
+        m->component == NBI_COMPONENT_INDEXER && m->rows == c->index_dim && m->cols == c->hidden;
+    return part_of(m->component) != NBI_ROOF_INDEXER || key || chooses(o);
+}
+
 static nb_status add_module(void *user, const nbi_module *m, nb_error *err)
 {
     (void)err;
     walker *w = user;
     const nbi_roof_options *o = w->o;
     const double weights = (double)m->rows * (double)(m->linear ? m->cols : 1);
-    const double bytes = module_bytes(o, m), share = share_of(o, m);
+    const double bytes = module_bytes(w, m), share = share_of(o, m);
     w->parameters += (uint64_t)weights;
     w->stage_bytes[stage_of(o, m)] += bytes * share;
     const nbi_roof_part part = part_of(m->component);
@@ -120,6 +142,7 @@ static nb_status add_module(void *user, const nbi_module *m, nb_error *err)
     }
     if (m->layer != UINT32_MAX && m->layer >= o->config->n_layers) return NB_OK; /* MTP */
     if (part == NBI_ROOF_ROUTED && m->expert > 0) return NB_OK; /* one stands for all */
+    if (!is_run(o, m)) return NB_OK;
     const nbi_roof_part to = part == NBI_ROOF_EMBEDDING ? NBI_ROOF_HEAD : part; /* tied */
     const double macs = m->linear ? weights * share : 0;
     w->sums.bytes[to] += bytes * share;
@@ -144,9 +167,8 @@ static uint32_t count_full_indexers(const nbi_config *c, uint32_t n_layers)
 }
 
 /* Of one layer's cached token: latent (or keys and values), and indexer key. */
-static double latent_bytes(const nbi_config *c, bool fp8)
+static double latent_bytes(const nbi_config *c, nbi_dtype dtype)
 {
-    const nbi_dtype dtype = fp8 ? NBI_F8_E4M3 : NBI_BF16;
     nbi_kv_shape s;
     if (c->attention == NBI_ATTENTION_GQA)
         s = nbi_kv_head_shape(dtype, 2 * c->n_kv_heads, c->head_dim);
@@ -155,17 +177,17 @@ static double latent_bytes(const nbi_config *c, bool fp8)
     return nbi_kv_position_bytes(&s);
 }
 
-static double index_key_bytes(const nbi_config *c, bool fp8)
+static double index_key_bytes(const nbi_config *c, nbi_dtype dtype)
 {
     if (!c->has_indexer) return 0;
-    const nbi_kv_shape s = nbi_kv_head_shape(fp8 ? NBI_F8_E4M3 : NBI_BF16, 1, c->index_dim);
+    const nbi_kv_shape s = nbi_kv_head_shape(dtype, 1, c->index_dim);
     return nbi_kv_position_bytes(&s);
 }
 
-double nbi_roof_kv_bytes(const nbi_config *c, bool fp8)
+double nbi_roof_kv_bytes(const nbi_config *c, nbi_dtype dtype)
 {
     const uint32_t n = c->n_layers + c->n_mtp_layers;
-    return n * latent_bytes(c, fp8) + count_full_indexers(c, n) * index_key_bytes(c, fp8);
+    return n * latent_bytes(c, dtype) + count_full_indexers(c, n) * index_key_bytes(c, dtype);
 }
 
 /* Share of the cache that a rank holds: heads of GQA are split, latents are not. */
@@ -179,20 +201,21 @@ static double cache_share(const nbi_roof_options *o)
 static void add_cache(nbi_roofline *r, const nbi_roof_options *o, double batch)
 {
     const nbi_config *c = o->config;
-    const double context = (double)o->context, share = cache_share(o);
+    const double context = cached_tokens(o), share = cache_share(o);
     const double full = count_full_indexers(c, c->n_layers);
     const double seen = c->has_indexer && context > c->index_topk ? c->index_topk : context;
-    const double latent = c->n_layers * latent_bytes(c, o->kv_fp8) * share;
-    const double keys = full * index_key_bytes(c, o->kv_fp8);
+    const double latent = c->n_layers * latent_bytes(c, o->kv_dtype) * share;
+    const double keys = full * index_key_bytes(c, o->kv_dtype);
     nbi_roof_cost *read = &r->parts[NBI_ROOF_KV_READ], *write = &r->parts[NBI_ROOF_KV_WRITE];
-    read->bytes = batch * (seen * latent + context * keys);
+    const double scored = chooses(o) ? full * context : 0; /* index keys */
+    read->bytes = batch * (seen * latent + scored * index_key_bytes(c, o->kv_dtype));
     write->bytes = batch * (latent + keys);
     /* Multiply-adds per head and cached token: scores, then values. */
     const double per_token =
         c->attention == NBI_ATTENTION_MLA ? 2.0 * c->kv_lora + c->rope_dim : 2.0 * c->head_dim;
     read->flops = 2 * batch * c->n_layers * ((double)c->n_heads / o->tp) * seen * per_token;
     const double index_share = o->whole_latents ? 1 : 1.0 / o->tp;
-    read->flops += 2 * batch * full * c->index_heads * c->index_dim * context * index_share;
+    read->flops += 2 * batch * scored * c->index_heads * c->index_dim * index_share;
 }
 
 /* ---------------------------------------------------------------- experts */
@@ -350,10 +373,10 @@ static void plan_memory(nbi_roofline *r, const nbi_roof_options *o, const double
         if (stage_bytes[i] > r->weight_bytes) r->weight_bytes = stage_bytes[i];
     /* The fullest stage has ceil(n / pp) layers, and their share of the indexers. */
     const uint32_t n = c->n_layers + c->n_mtp_layers, layers = (n + pp - 1) / pp;
-    const double latents = n * latent_bytes(c, o->kv_fp8) * cache_share(o);
-    const double keys = count_full_indexers(c, n) * index_key_bytes(c, o->kv_fp8);
+    const double latents = n * latent_bytes(c, o->kv_dtype) * cache_share(o);
+    const double keys = count_full_indexers(c, n) * index_key_bytes(c, o->kv_dtype);
     r->kv_bytes_per_token = n ? (latents + keys) * layers / n : 0;
-    r->cache_bytes = r->kv_bytes_per_token * o->batch * (double)o->context;
+    r->cache_bytes = r->kv_bytes_per_token * o->batch * cached_tokens(o);
     const double room = o->device.memory * o->memory_share - r->weight_bytes;
     if (o->device.memory > 0 && room > 0) {
         const double tokens = room / (r->kv_bytes_per_token * o->batch);
@@ -381,7 +404,7 @@ static nb_status check(const nbi_roof_options *o, nb_error *err)
                         o->config->n_heads);
     if (!o->batch || o->batch > BATCH_MAX)
         return nbi_fail(err, NB_INVALID, "batch %u: expected 1 to %u", o->batch, BATCH_MAX);
-    if (o->context > o->config->max_positions)
+    if (o->context != NBI_ROOF_ALL_WEIGHTS && o->context > o->config->max_positions)
         return nbi_fail(err, NB_INVALID, "context %llu: the model takes %u",
                         (unsigned long long)o->context, o->config->max_positions);
     return NB_OK;

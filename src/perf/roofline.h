@@ -9,7 +9,10 @@
  * Split over ranks: heads, MLP columns and the vocabulary over all `tp` ranks; experts whole over
  * `ep` groups and by columns inside of one (tp / ep ranks); router, norms and biases on every rank;
  * with `whole_latents` also q_a, kv_a and the indexer, as the public engines do it. The latent
- * cache is read whole by every rank. */
+ * cache is read whole by every rank.
+ *
+ * An indexer chooses only where there is something to choose: with at most index_topk tokens in
+ * sight, its key is written and the rest of it is not run, as in model/forward.c. */
 #pragma once
 
 #include "backend/parts.h"
@@ -31,18 +34,21 @@ typedef enum nbi_roof_part {
 
 const char *nbi_roof_part_name(nbi_roof_part part);
 
+#define NBI_ROOF_ALL_WEIGHTS UINT64_MAX
+
 typedef struct nbi_roof_options {
     const nbi_config *config; /* with its MTP layers, if these are to count in memory */
     nbi_synth_weights weights;
-    /* Bytes per weight of each component, instead of `weights`, for a checkpoint; 0: by `weights`.
-     */
-    double bytes_per_weight[NBI_COMPONENT_COUNT];
+    /* Of a checkpoint: bytes of every module in the order of nbi_modules_walk(config)
+       (nbi_census.module_bytes). NULL: by `weights`. */
+    const uint64_t *module_bytes;
     nbi_device device;
     double link_latency; /* seconds of one collective or hop beside its bytes */
     uint32_t tp, ep, pp; /* ranks; ep divides tp */
     uint32_t batch;
-    uint64_t context;
-    bool kv_fp8;         /* E4M3 with scales (backend/kv_shape.h); else BF16 */
+    uint64_t context;    /* tokens; NBI_ROOF_ALL_WEIGHTS: no cache, and every weight is read */
+    nbi_dtype kv_dtype;  /* of latents or heads and of index keys: F32, BF16, E4M3 with scales
+                            (backend/kv_shape.h) */
     bool whole_latents;  /* q_a, kv_a and the indexer on every rank */
     bool fp4_products;   /* NVFP4 weights meet NVFP4 activations: the device's FP4 peak */
     double memory_share; /* of the device's memory that weights and cache may fill, 0 to 1 */
@@ -79,7 +85,7 @@ nb_status nbi_roofline_plot(const nbi_roofline *roofline, const nbi_roof_options
 
 /* Bytes of one cached token over all layers, MTP layers included when the configuration has them,
  * unsplit. */
-double nbi_roof_kv_bytes(const nbi_config *config, bool fp8);
+double nbi_roof_kv_bytes(const nbi_config *config, nbi_dtype dtype);
 
 #ifdef __cplusplus
 }

@@ -87,8 +87,11 @@ nb_status nbi_roofline_plot(const nbi_roofline *r, const nbi_roof_options *o, co
     char head[160], total[96];
     snprintf(head, sizeof head, "%s: at least %.3f ms a step, at most %.0f tokens/s", title,
              r->step.seconds * 1e3, r->tokens_per_s);
-    snprintf(total, sizeof total, "floor by part, batch %u, context %llu", o->batch,
-             (unsigned long long)o->context);
+    if (o->context == NBI_ROOF_ALL_WEIGHTS)
+        snprintf(total, sizeof total, "floor by part, batch %u, weights alone", o->batch);
+    else
+        snprintf(total, sizeof total, "floor by part, batch %u, context %llu", o->batch,
+                 (unsigned long long)o->context);
     const nbi_svg_panel panels[] = {
         {.title = "roofs and parts",
          .x_label = "operations per byte",

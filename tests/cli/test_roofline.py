@@ -1,6 +1,7 @@
 """nibble roofline from the outside: JSON, text, picture, refusals."""
 
 import json
+import re
 import subprocess
 import xml.etree.ElementTree
 
@@ -40,6 +41,45 @@ def test_stored_bytes_of_a_checkpoint(roofline, repo, nibble_bin):
     assert out["parameters"] == sum(c["weights"] for c in inspected["components"])
 
 
+def stored_bytes(model, part, layers):
+    """Of the matrices of a part of the layers, with their block scales, as the headers of the files say."""
+    total = 0
+    for path in model.glob("*.safetensors"):
+        with path.open("rb") as f:
+            header = json.loads(f.read(int.from_bytes(f.read(8), "little")))
+        for name, tensor in header.items():
+            layer = re.match(rf"model\.layers\.(\d+)\.{part}\.\w+_proj\.(weight|weight_scale)$", name)
+            if layer and int(layer[1]) < layers:
+                total += tensor["data_offsets"][1] - tensor["data_offsets"][0]
+    return total
+
+
+def test_layers_of_other_kinds(roofline, repo):
+    """Every module counts as it is stored: here the MTP layer is BF16, which a step does not read, and the others are NVFP4."""
+    model = repo / "tests" / "golden" / "data" / "glm5-nvfp4-mlp"
+    config = json.loads((model / "config.json").read_text())
+    layers, experts, chosen = config["num_hidden_layers"], config["n_routed_experts"], config["num_experts_per_tok"]
+    out = json.loads(roofline("--model", str(model), "--bandwidth", "1e10", "--json").stdout)
+    read = {c["component"]: c["bytes"] for c in out["components"]}
+    assert read["routed experts"] == stored_bytes(model, r"mlp\.experts\.\d+", layers) * chosen / experts
+    assert read["shared experts"] == stored_bytes(model, r"mlp\.shared_experts", layers)
+    assert read["dense MLPs"] == stored_bytes(model, "mlp", layers)
+    assert stored_bytes(model, r"mlp\.shared_experts", layers + 1) > 2 * read["shared experts"]
+    with_mtp = json.loads(roofline("--model", str(model), "--bandwidth", "1e10", "--mtp", "--json").stdout)
+    assert with_mtp["bytes_per_step"] == out["bytes_per_step"]
+    assert with_mtp["memory_per_gpu"]["weights"] > out["memory_per_gpu"]["weights"]
+
+
+def test_cache_types(roofline):
+    def cache(*options):
+        out = json.loads(roofline("--like", "glm-5.2", "--bandwidth", "1e12", *options, "--json").stdout)
+        return out["kv_cache_dtype"], out["memory_per_gpu"]["cache_per_token"], out["context"]
+
+    assert cache() == ("bf16", 78 * 1152 + 21 * 256, None)
+    assert cache("--kv-cache-dtype", "f32", "--context", "5") == ("f32", 78 * 2304 + 21 * 512, 5)
+    assert cache("--kv-cache-dtype", "fp8") == ("fp8_e4m3", 78 * 656 + 21 * 132, None)
+
+
 def test_text_and_picture(roofline, tmp_path):
     picture = tmp_path / "roofs.svg"
     text = roofline("--like", "glm-5.2", "--tp", "8", "--ep", "8", "--device", "b200", "--batch", "16", "--context",
@@ -62,6 +102,8 @@ def test_devices_have_sources(roofline):
     (["--like", "glm-5", "--device", "h200", "--weights", "int3"], "nvfp4-mlp"),
     (["--like", "glm-5", "--device", "h200", "--tp", "3"], "64 heads"),
     (["--model", "/nowhere", "--device", "h200"], "/nowhere"),
+    (["--like", "glm-5", "--device", "h200", "--kv-cache-dtype", "nvfp4"], "use fp8_e4m3"),
+    (["--like", "glm-5", "--device", "h200", "--kv-cache-dtype", "q4_0"], "expected auto, bf16"),
 ])
 def test_refusals(roofline, arguments, says):
     assert says in roofline(*arguments, code=1).stderr

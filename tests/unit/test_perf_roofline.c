@@ -25,6 +25,8 @@ static nbi_roof_options options(const nbi_config *c, nbi_synth_weights weights)
                               .ep = 1,
                               .pp = 1,
                               .batch = 1,
+                              .context = NBI_ROOF_ALL_WEIGHTS,
+                              .kv_dtype = NBI_BF16,
                               .memory_share = 0.9};
 }
 
@@ -65,7 +67,7 @@ static void test_check_sums(void **state)
     assert_true(fabs(bytes(&r, NBI_ROOF_ROUTED) / GIB * 256 / 8 - 379.69) < 0.005);
     assert_true(fabs(bytes(&r, NBI_ROOF_SHARED) / GIB - 5.27) < 0.005);
     assert_true(fabs(2 * bytes(&r, NBI_ROOF_HEAD) / GIB - 3.54) < 0.01); /* embedding and head */
-    assert_true(nbi_roof_kv_bytes(&two, true) == 79 * 656 + 22 * 132);
+    assert_true(nbi_roof_kv_bytes(&two, NBI_F8_E4M3) == 79 * 656 + 22 * 132);
     nbi_config_free(&five);
     nbi_config_free(&two);
 }
@@ -132,12 +134,37 @@ static void test_sparse_cache(void **state)
     nbi_config c = shape("glm-5.2", false);
     nbi_roof_options o = options(&c, NBI_SYNTH_NVFP4_MLP);
     o.context = 100000;
-    o.kv_fp8 = true;
+    o.kv_dtype = NBI_F8_E4M3;
     o.batch = 3;
     const nbi_roofline r = run(&o);
     assert_true(bytes(&r, NBI_ROOF_KV_READ) == 3 * (78 * 2048 * 656.0 + 21 * 100000 * 132.0));
     assert_true(bytes(&r, NBI_ROOF_KV_WRITE) == 3 * (78 * 656.0 + 21 * 132.0));
     assert_true(r.cache_bytes == 3 * 100000 * (78 * 656.0 + 21 * 132.0));
+    nbi_config_free(&c);
+}
+
+/* At most index_topk tokens in sight, the new one among them: the indexer's key is made and
+ * written, nothing is scored. Types of the cache hold for index keys, too. */
+static void test_idle_indexer(void **state)
+{
+    (void)state;
+    nbi_config c = shape("glm-5.2", false);
+    nbi_roof_options o = options(&c, NBI_SYNTH_BF16);
+    o.context = c.index_topk - 1;
+    const nbi_roofline idle = run(&o);
+    assert_true(bytes(&idle, NBI_ROOF_INDEXER) == 21 * 128 * 6144.0 * 2);
+    assert_true(bytes(&idle, NBI_ROOF_KV_READ) == 78 * 2047 * 1152.0);
+    assert_true(bytes(&idle, NBI_ROOF_KV_WRITE) == 78 * 1152.0 + 21 * 256.0);
+    assert_true(idle.parts[NBI_ROOF_KV_READ].flops == 2 * 78 * 64 * 2047 * (2.0 * 512 + 64));
+    o.context++;
+    const nbi_roofline chooses = run(&o);
+    assert_true(bytes(&chooses, NBI_ROOF_INDEXER) == 21 * 9371648.0 * 2);
+    assert_true(bytes(&chooses, NBI_ROOF_KV_READ) == 2048 * (78 * 1152.0 + 21 * 256.0));
+    assert_int_equal(chooses.active - idle.active, 21 * (9371648 - 128 * 6144));
+    o.kv_dtype = NBI_F32;
+    const nbi_roofline wide = run(&o);
+    assert_true(bytes(&wide, NBI_ROOF_KV_READ) == 2 * bytes(&chooses, NBI_ROOF_KV_READ));
+    assert_true(wide.kv_bytes_per_token == 2 * chooses.kv_bytes_per_token);
     nbi_config_free(&c);
 }
 
@@ -222,6 +249,7 @@ int main(void)
         cmocka_unit_test(test_heads),        cmocka_unit_test(test_experts),
         cmocka_unit_test(test_sparse_cache), cmocka_unit_test(test_compute_bound),
         cmocka_unit_test(test_memory),       cmocka_unit_test(test_refusals),
+        cmocka_unit_test(test_idle_indexer),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
