@@ -8,8 +8,10 @@
  *
  * Bytes are those of weights and cache that the call must read or write: weights once, the expected
  * number of distinct experts, the cache that the rows see. They are counted per call, and add up to
- * what `nibble roofline` works out for the step. Where one operator does the work of two
- * components, its row has both: MLA's attention reads kv_b and stands under "cache read".
+ * what `nibble roofline` works out for the step. Calls among ranks (comm/comm.h) are the part
+ * "collectives"; their bytes are those that a rank gets over the link, and not of the step's. Where
+ * one operator does the work of two components, its row has both: MLA's attention reads kv_b and
+ * stands under "cache read".
  *
  * One thread at a time. No heap but in create and keep_events. */
 #pragma once
@@ -42,7 +44,10 @@ enum { NBI_TIMED_SAMPLING = NBI_PART_COUNT, NBI_TIMED_DRAFTING, NBI_TIMED_PART_C
     X(EXPERTS, "experts")                 \
     X(GATHER, "gather")                   \
     X(ADD, "add")                         \
-    X(SAMPLE, "sample")
+    X(SAMPLE, "sample")                   \
+    X(ALL_REDUCE, "all_reduce")           \
+    X(ALL_GATHER, "all_gather")           \
+    X(BROADCAST, "broadcast")
 /* clang-format on */
 
 typedef enum nbi_timed_op {
@@ -113,6 +118,11 @@ const nbi_timing_table *nbi_timing_last(const nbi_timing *t);
 /* Around a runner's call; the first returns the runner. */
 const void *nbi_timing_experts_begin(nbi_timing *t);
 void nbi_timing_experts_end(nbi_timing *t, uint32_t n_rows);
+
+/* Around a call among ranks, of which this one gets so many bytes from others; ALL_REDUCE and what
+ * follows it. From the step's thread, within a timed step. */
+void nbi_timing_collective_begin(nbi_timing *t);
+void nbi_timing_collective_end(nbi_timing *t, nbi_timed_op op, double bytes);
 
 const nbi_timing_table *nbi_timing_of(const nbi_timing *t, bool decode);
 /* The i-th of the events kept, oldest first; how many there are, and how many were overwritten. */

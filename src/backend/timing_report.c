@@ -10,6 +10,12 @@
 
 /* ---------------------------------------------------------------- figures */
 
+/* Bytes of the link have another floor than those of the memory, which is not measured. */
+static bool reads_memory(const char *component)
+{
+    return strcmp(component, nbi_timed_part_name(NBI_PART_COLLECTIVES)) != 0;
+}
+
 /* Sums to figures of one step. */
 static nbi_breakdown_row row_of(const nbi_breakdown *b, const nbi_timed_row *sum,
                                 const char *component, const char *op)
@@ -21,7 +27,8 @@ static nbi_breakdown_row row_of(const nbi_breakdown *b, const nbi_timed_row *sum
                              .ms = 1e-6 * (double)sum->ns / n,
                              .max_ms = 1e-6 * (double)sum->max_ns,
                              .bytes = sum->bytes / n};
-    if (b->read_bandwidth > 0) row.floor_ms = 1e3 * row.bytes / b->read_bandwidth;
+    if (b->read_bandwidth > 0 && reads_memory(component))
+        row.floor_ms = 1e3 * row.bytes / b->read_bandwidth;
     if (row.ms > 0 && row.floor_ms > 0) row.share_of_floor = row.floor_ms / row.ms;
     if (b->step.ms > 0) row.share_of_step = row.ms / b->step.ms;
     return row;
@@ -65,6 +72,11 @@ static void explain(char why[NBI_WHY_MAX], const nbi_breakdown *b, const nbi_bre
                  1e3 * r->ms / (b->step.calls > 0 ? b->step.calls : 1), b->step.calls);
     else if (!strcmp(r->component, "host gaps"))
         snprintf(why, NBI_WHY_MAX, "outside of the passes: forming the batch, handing tokens out");
+    else if (!reads_memory(r->component))
+        snprintf(why, NBI_WHY_MAX,
+                 "%.0f calls of %.1f us for %.0f kB each: the ranks that come later, and the way "
+                 "between them",
+                 r->calls, each_us, 1e-3 * each_bytes);
     else if (r->share_of_floor >= 0.7)
         snprintf(why, NBI_WHY_MAX, "near its floor: the memory sets the pace");
     else if (r->calls * (double)b->steps >= 8 && r->max_ms > 0.2 * r->ms * (double)b->steps)
@@ -81,7 +93,11 @@ static void explain(char why[NBI_WHY_MAX], const nbi_breakdown *b, const nbi_bre
                  "small: %.0f calls of %.1f us for %.0f kB each; beginning and ending a call "
                  "weighs in",
                  r->calls, each_us, 1e-3 * each_bytes);
-    else if (b->tokens >= 4)
+    else if (b->tokens >= 4 && r->share_of_floor >= 0.4)
+        snprintf(why, NBI_WHY_MAX,
+                 "reads %.1f GB/s: operations for %.0f rows take time beside the memory's",
+                 r->ms > 0 ? 1e-6 * r->bytes / r->ms : 0, b->tokens);
+    else if (b->tokens >= 4 && strcmp(r->component, nbi_timed_part_name(NBI_PART_KV_READ)) != 0)
         snprintf(why, NBI_WHY_MAX,
                  "%.0f rows share what is read: operations set the pace, not the memory",
                  b->tokens);
@@ -122,7 +138,11 @@ void nbi_breakdown_make(nbi_breakdown *out, const nbi_timing *timing, bool decod
     out->tokens = (double)t->tokens / (double)t->steps;
     nbi_timed_row all = {0};
     for (int part = 0; part < NBI_TIMED_PART_COUNT; part++)
-        for (int op = 0; op < NBI_TIMED_OP_COUNT; op++) add(&all, &t->rows[part][op]);
+        for (int op = 0; op < NBI_TIMED_OP_COUNT; op++) {
+            nbi_timed_row row = t->rows[part][op];
+            if (part == NBI_PART_COLLECTIVES) row.bytes = 0;
+            add(&all, &row);
+        }
     all.ns = t->step_ns;
     out->step = row_of(out, &all, "step", NULL);
     out->step.share_of_step = 1;

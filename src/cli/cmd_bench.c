@@ -96,13 +96,13 @@ static void print_text(const args *a, const nbi_bench_result *r)
     printf("\n");
 }
 
-static void print_row(const nbi_breakdown *b, const nbi_breakdown_row *r)
+static void print_row(const nbi_breakdown_row *r)
 {
     char bytes[24], rate[24], per_s[32] = "", floor[24] = "", share[24] = "";
     if (r->bytes > 0 && r->ms > 0)
         snprintf(per_s, sizeof per_s, "%s/s",
                  nbi_cli_bytes(rate, (uint64_t)(1e3 * r->bytes / r->ms)));
-    if (r->bytes > 0 && b->read_bandwidth > 0) {
+    if (r->floor_ms > 0) {
         snprintf(floor, sizeof floor, "%.1f", 1e3 * r->floor_ms);
         if (r->ms > 0) snprintf(share, sizeof share, "%.1f %%", 100 * r->share_of_floor);
     }
@@ -122,14 +122,14 @@ static void print_breakdown(const nbi_bench_result *r)
            "bytes", "rate", "floor us", "of floor");
     for (uint32_t i = 0; i < b->n_rows; i++) {
         uint32_t parts = 0;
-        print_row(b, &b->rows[i]);
+        print_row(&b->rows[i]);
         sum += b->rows[i].ms;
         for (uint32_t k = 0; k < b->n_ops; k++)
             parts += !strcmp(b->ops[k].component, b->rows[i].component);
         for (uint32_t k = 0; parts > 1 && k < b->n_ops; k++)
-            if (!strcmp(b->ops[k].component, b->rows[i].component)) print_row(b, &b->ops[k]);
+            if (!strcmp(b->ops[k].component, b->rows[i].component)) print_row(&b->ops[k]);
     }
-    print_row(b, &b->step);
+    print_row(&b->step);
     printf("\nrows add up to     %.3f ms of a step of %.3f ms (%.2f %%), over %llu timed steps\n",
            sum, b->step.ms, b->step.ms > 0 ? 100 * sum / b->step.ms : 0,
            (unsigned long long)b->steps);

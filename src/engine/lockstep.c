@@ -99,9 +99,13 @@ static nb_status send(nb_engine *e, order *o, size_t bytes, nb_error *err)
 {
     o->bytes = (uint32_t)bytes;
     memcpy(e->order, o, sizeof *o);
-    NB_TRY(nbi_comm_broadcast(e->options.ranks, e->order, FIRST_BYTES, err));
-    if (bytes <= FIRST_BYTES) return NB_OK;
-    return nbi_comm_broadcast(e->options.ranks, e->order + FIRST_BYTES, bytes - FIRST_BYTES, err);
+    nbi_timing *t = e->backend->timing;
+    if (t) nbi_timing_collective_begin(t);
+    nb_status st = nbi_comm_broadcast(e->options.ranks, e->order, FIRST_BYTES, err);
+    if (st == NB_OK && bytes > FIRST_BYTES)
+        st = nbi_comm_broadcast(e->options.ranks, e->order + FIRST_BYTES, bytes - FIRST_BYTES, err);
+    if (t) nbi_timing_collective_end(t, NBI_TIMED_BROADCAST, (double)bytes);
+    return st;
 }
 
 static uint64_t *usual_of(nb_engine *e, const nbi_step_batch *b)

@@ -85,7 +85,8 @@ static void add_totals(nbi_profile *p)
         for (int op = 0; op < NBI_TIMED_OP_COUNT; op++) {
             to->components[part].calls += t->rows[part][op].calls;
             to->components[part].ns += t->rows[part][op].ns;
-            to->components[part].bytes += t->rows[part][op].bytes;
+            if (part != NBI_PART_COLLECTIVES) /* those are not of the memory */
+                to->components[part].bytes += t->rows[part][op].bytes;
         }
     }
     to->components[NBI_TIMED_PART_COUNT].ns += t->launch_ns;

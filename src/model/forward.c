@@ -170,7 +170,13 @@ typedef struct step {
 static void sum_ranks(step *s, void *x, size_t n)
 {
     if (!s->m->comm || s->status != NB_OK) return;
+    nbi_timing *t = s->b->timing;
+    if (t) nbi_timing_collective_begin(t);
     s->status = nbi_comm_sum(s->m->comm, x, n, s->err);
+    if (t)
+        nbi_timing_collective_end(t, NBI_TIMED_ALL_REDUCE,
+                                  2 * (1 - 1.0 / s->m->split.shard.tp_size) * (double)n *
+                                      sizeof(float));
 }
 
 static void clear(step *s, void *x)
@@ -480,9 +486,15 @@ static void gather_logits(step *s, uint32_t n_rows)
     const size_t width = split->vocab_max, vocab = s->c->vocab;
     for (uint32_t r = 0; r < n_rows; r += NBI_LOGIT_ROWS) {
         const uint32_t n = n_rows - r < NBI_LOGIT_ROWS ? n_rows - r : NBI_LOGIT_ROWS;
+        const size_t bytes = n * width * sizeof(float);
+        nbi_timing *t = s->status == NB_OK ? s->b->timing : NULL;
+        if (t) nbi_timing_collective_begin(t);
         if (s->status == NB_OK)
-            s->status = nbi_comm_gather(s->m->comm, s->ws->parts, s->ws->part + r * width,
-                                        n * width * sizeof(float), s->err);
+            s->status =
+                nbi_comm_gather(s->m->comm, s->ws->parts, s->ws->part + r * width, bytes, s->err);
+        if (t)
+            nbi_timing_collective_end(t, NBI_TIMED_ALL_GATHER,
+                                      (split->shard.tp_size - 1.0) * (double)bytes);
         for (uint32_t k = 0; k < split->shard.tp_size; k++) {
             const nbi_range rows = nbi_split_vocab(split, s->c->vocab, k);
             for (uint32_t i = 0; i < n; i++)

@@ -1,5 +1,6 @@
 """A server of several ranks: the same answers as one rank, cancels, ends in order."""
 
+import json
 import os
 import random
 import re
@@ -149,6 +150,39 @@ def test_wrong_number_of_ranks(nibble_bin, model_dir):
     done = subprocess.run([*MPIEXEC, "-n", "2", nibble_bin, "serve", "--port", "0", "--model", model_dir, "--tp-size", "3"],
                           capture_output=True, text=True, timeout=60)
     assert done.returncode != 0 and "started as one of 2 ranks, but --tp-size is 3" in done.stderr, done
+
+
+def test_collectives_are_timed(nibble_bin, model_dir, serve):
+    """Sums and gathering have rows of their own, with the bytes that come over the link and none of the memory's."""
+    config = json.loads((model_dir / "config.json").read_text())
+    layers, hidden, vocab = config["num_hidden_layers"], config["hidden_size"], config["vocab_size"]
+    done = subprocess.run([nibble_bin, "bench", "decode", "--model", model_dir, "--tp-size", "2", "--tokens", "4", "--repeat", "1",
+                           "--breakdown", "--json"], capture_output=True, text=True, timeout=60)
+    b = json.loads(done.stdout)["breakdown"]
+    ops = {o["operator"]: o for o in b["operators"] if o["component"] == "collectives"}
+    assert ops["all_reduce"]["calls"] == 2 * layers + 1 and ops["all_gather"]["calls"] == 1
+    assert ops["all_reduce"]["bytes"] == pytest.approx((2 * layers + 1) * hidden * 4)
+    assert ops["all_gather"]["bytes"] == pytest.approx(vocab / 2 * 4)
+    row = next(c for c in b["components"] if c["component"] == "collectives")
+    assert row["ms"] > 0 and row["floor_ms"] == 0
+    assert sum(c["ms"] for c in b["components"]) == pytest.approx(b["step"]["ms"], rel=0.03)
+    assert b["step"]["bytes"] == pytest.approx(sum(c["bytes"] for c in b["components"] if c is not row), rel=1e-6)
+
+    server = serve("--tp-size", "2", "--timing-interval", "1")
+    completion(server, "Once upon a time", max_tokens=8)
+    metrics = server.get("/metrics").text
+
+    def of(name):
+        return float(re.search(rf'nibble:{name}{{.*component="collectives".*}} (\S+)', metrics)[1])
+
+    assert of("step_component_seconds_total") > 0 and of("step_component_bytes_total") == 0
+    assert server.post("/start_profile", {}).status_code == 200
+    completion(server, "Once upon a time there", max_tokens=8)
+    tables = server.post("/stop_profile", {}).json()["breakdown"]
+    assert server.stop() == 0
+    decode = next(t for t in tables if t["stage"] == "decode")
+    ops = {o["operator"]: o["calls"] for o in decode["operators"] if o["component"] == "collectives"}
+    assert ops == {"all_reduce": 2 * layers + 1, "all_gather": 1, "broadcast": 1}
 
 
 def test_score_chat_bench(nibble_bin, model_dir, tmp_path):
