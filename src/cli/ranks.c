@@ -19,27 +19,34 @@ char **nbi_ranks_keep(int argc, char **argv)
     return kept;
 }
 
+typedef struct cores {
+    cpu_set_t set;
+    uint32_t host;
+} cores;
+
 /* Ranks of a host that may all run on the same cores take equal shares of them. */
 static nb_status share_cores(nbi_comm *comm, bool *crowded, nb_error *err)
 {
     const uint32_t n = nbi_comm_local_size(comm), size = nbi_comm_size(comm);
-    cpu_set_t own, *all = nbi_calloc(size, sizeof *all);
+    cores own, *all = nbi_calloc(size, sizeof *all);
     NB_ASSERT(n > 0 && size > 0);
     if (!all) return nbi_fail(err, NB_NO_MEMORY, "out of memory");
-    CPU_ZERO(&own);
-    if (sched_getaffinity(0, sizeof own, &own) != 0) CPU_ZERO(&own);
+    memset(&own, 0, sizeof own);
+    own.host = nbi_comm_host(comm);
+    if (sched_getaffinity(0, sizeof own.set, &own.set) != 0) CPU_ZERO(&own.set);
     nb_status st = nbi_comm_gather(comm, all, &own, sizeof own, err);
-    bool same = st == NB_OK && n == size;
-    for (uint32_t r = 0; r < size && same; r++) same = CPU_EQUAL(&own, &all[r]);
+    bool same = st == NB_OK;
+    for (uint32_t r = 0; r < size && same; r++)
+        same = all[r].host != own.host || CPU_EQUAL(&own.set, &all[r].set);
     nbi_free(all);
-    const uint32_t share = (uint32_t)CPU_COUNT(&own) / n;
+    const uint32_t share = (uint32_t)CPU_COUNT(&own.set) / n;
     *crowded = same && !share;
     if (!same || !share) return st;
     cpu_set_t mine;
     CPU_ZERO(&mine);
     uint32_t begin = share * nbi_comm_local_rank(comm), seen = 0;
     for (int cpu = 0; cpu < CPU_SETSIZE; cpu++) {
-        if (!CPU_ISSET(cpu, &own)) continue;
+        if (!CPU_ISSET(cpu, &own.set)) continue;
         if (seen >= begin && seen < begin + share) CPU_SET(cpu, &mine);
         seen++;
     }

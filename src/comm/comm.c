@@ -46,6 +46,11 @@ uint32_t nbi_comm_local_size(const nbi_comm *comm)
     return comm->local_size;
 }
 
+uint32_t nbi_comm_host(const nbi_comm *comm)
+{
+    return comm->host;
+}
+
 nb_status nbi_comm_sum(nbi_comm *comm, float *x, size_t n, nb_error *err)
 {
     return comm->size == 1 || !n ? NB_OK : comm->ops->sum(comm, x, n, err);

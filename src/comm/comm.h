@@ -29,6 +29,8 @@ uint32_t nbi_comm_size(const nbi_comm *comm);
 /* The same among the ranks of this host. */
 uint32_t nbi_comm_local_rank(const nbi_comm *comm);
 uint32_t nbi_comm_local_size(const nbi_comm *comm);
+/* The lowest rank of this host: what tells it from others. */
+uint32_t nbi_comm_host(const nbi_comm *comm);
 
 /* x[n] := sum over ranks, in float32, added in the order of ranks beginning with the value of rank
  * 0: the same bits on every rank and in every run. */

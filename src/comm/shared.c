@@ -18,13 +18,6 @@
 #define TWO_PASSES   ((size_t)128 << 10) /* bytes of all ranks' messages, see sum() */
 #define TAG_KIND_BIT 56
 
-enum kind { BARRIER = 1, SUM, SHARES, GATHER, BROADCAST };
-
-static nbi_shared *self(nbi_comm *comm)
-{
-    return (nbi_shared *)(void *)comm;
-}
-
 static void relax(void)
 {
 #if defined(__x86_64__)
@@ -39,7 +32,7 @@ static bool has_come(nbi_shared_area *a, uint32_t number)
     return (int32_t)(atomic_load_explicit(&a->number, memory_order_acquire) - number) >= 0;
 }
 
-static nb_status is_lost(const nbi_shared *c, nb_error *err)
+nb_status nbi_shared_is_lost(const nbi_shared *c, nb_error *err)
 {
     if (!atomic_load_explicit(&c->lost, memory_order_acquire)) return NB_OK;
     return nbi_fail(err, NB_CLOSED, "%s", c->why.text);
@@ -56,10 +49,11 @@ static nb_status sleep_for(nbi_shared *c, uint32_t peer, uint32_t number, nb_err
         if ((int32_t)(seen - number) >= 0) break;
         if (atomic_load(&a->left)) {
             char why[80];
-            snprintf(why, sizeof why, "rank %u has ended while others go on", peer);
-            if (!has_come(a, number)) nbi_shared_lose(c, peer, why);
+            const uint32_t named = nbi_shared_number(c, peer);
+            snprintf(why, sizeof why, "rank %u has ended while others go on", named);
+            if (!has_come(a, number)) nbi_shared_lose(c, named, why);
         }
-        st = is_lost(c, err);
+        st = nbi_shared_is_lost(c, err);
         if (st == NB_OK)
             syscall(SYS_futex, (void *)(uintptr_t)&a->number, FUTEX_WAIT, seen, &limit, NULL, 0);
     }
@@ -85,7 +79,7 @@ static nb_status wait_for(nbi_shared *c, uint32_t peer, uint32_t number, nb_erro
 /* Begins the next operation: where the own message goes. */
 static nb_status begin(nbi_shared *c, char **message, nb_error *err)
 {
-    NB_TRY(is_lost(c, err));
+    NB_TRY(nbi_shared_is_lost(c, err));
     c->number++;
     for (uint32_t r = 0; r < c->base.size; r++) NB_TRY(wait_for(c, r, c->number - 1, err));
     *message = c->areas[c->base.rank]->message[c->number & 1];
@@ -93,7 +87,7 @@ static nb_status begin(nbi_shared *c, char **message, nb_error *err)
 }
 
 /* The own message is written. */
-static void publish(nbi_shared *c, enum kind kind, size_t bytes)
+static void publish(nbi_shared *c, enum nbi_shared_kind kind, size_t bytes)
 {
     nbi_shared_area *own = c->areas[c->base.rank];
     own->tags[c->number & 1] = (uint64_t)kind << TAG_KIND_BIT | bytes;
@@ -101,10 +95,15 @@ static void publish(nbi_shared *c, enum kind kind, size_t bytes)
     if (atomic_load(&own->sleepers)) nbi_shared_wake(own);
 }
 
+const char *nbi_shared_kind_name(uint32_t kind)
+{
+    static const char *const names[] = {"?", "barrier", "sum", "sum", "gather", "broadcast"};
+    return kind < sizeof names / sizeof *names ? names[kind] : "?";
+}
+
 /* The message of a rank, which must be of the same call as ours. */
 static nb_status take(nbi_shared *c, uint32_t peer, const char **message, nb_error *err)
 {
-    static const char *const names[] = {"?", "barrier", "sum", "sum", "gather", "broadcast"};
     const uint64_t mask = ((uint64_t)1 << TAG_KIND_BIT) - 1;
     NB_TRY(wait_for(c, peer, c->number, err));
     uint64_t theirs = c->areas[peer]->tags[c->number & 1];
@@ -114,9 +113,12 @@ static nb_status take(nbi_shared *c, uint32_t peer, const char **message, nb_err
     char why[NB_ERROR_TEXT_MAX];
     snprintf(why, sizeof why,
              "ranks disagree: rank %u asks for %s of %llu bytes, rank %u for %s of %llu",
-             c->base.rank, names[ours >> TAG_KIND_BIT], (unsigned long long)(ours & mask), peer,
-             names[theirs >> TAG_KIND_BIT], (unsigned long long)(theirs & mask));
-    nbi_shared_lose(c, peer, why);
+             nbi_shared_number(c, c->base.rank),
+             nbi_shared_kind_name((uint32_t)(ours >> TAG_KIND_BIT)),
+             (unsigned long long)(ours & mask), nbi_shared_number(c, peer),
+             nbi_shared_kind_name((uint32_t)(theirs >> TAG_KIND_BIT)),
+             (unsigned long long)(theirs & mask));
+    nbi_shared_lose(c, nbi_shared_number(c, peer), why);
     return nbi_fail(err, NB_INTERNAL, "%s", why);
 }
 
@@ -130,42 +132,58 @@ static nb_status take_all(nbi_shared *c, uint32_t size, const char *messages[], 
 
 static nb_status barrier(nbi_comm *comm, nb_error *err)
 {
-    nbi_shared *c = self(comm);
+    nbi_shared *c = nbi_shared_of(comm);
     char *own;
     const char *message;
     NB_TRY(begin(c, &own, err));
-    publish(c, BARRIER, 0);
+    publish(c, NBI_SHARED_BARRIER, 0);
     for (uint32_t r = 0; r < comm->size; r++) NB_TRY(take(c, r, &message, err));
     return NB_OK;
 }
 
-static nb_status broadcast(nbi_comm *comm, void *data, size_t bytes, nb_error *err)
+nb_status nbi_shared_spread(nbi_shared *c, void *data, size_t bytes, nb_error *err)
 {
-    nbi_shared *c = self(comm);
+    const uint32_t rank = c->base.rank;
     for (size_t at = 0; at < bytes; at += NBI_SHARED_PIECE) {
         size_t n = bytes - at < NBI_SHARED_PIECE ? bytes - at : NBI_SHARED_PIECE;
         char *own;
         const char *message;
         NB_TRY(begin(c, &own, err));
-        if (comm->rank == 0) memcpy(own, (char *)data + at, n);
-        publish(c, BROADCAST, bytes);
-        if (comm->rank == 0) continue;
+        if (rank == 0) memcpy(own, (char *)data + at, n);
+        publish(c, NBI_SHARED_BROADCAST, bytes);
+        if (rank == 0) continue;
         NB_TRY(take(c, 0, &message, err));
         memcpy((char *)data + at, message, n);
     }
     return NB_OK;
 }
 
+static nb_status broadcast(nbi_comm *comm, void *data, size_t bytes, nb_error *err)
+{
+    return nbi_shared_spread(nbi_shared_of(comm), data, bytes, err);
+}
+
+nb_status nbi_shared_collect(nbi_shared *c, enum nbi_shared_kind kind, const void *in, size_t bytes,
+                             size_t whole, const char *messages[], nb_error *err)
+{
+    char *own;
+    NB_ASSERT(bytes <= NBI_SHARED_PIECE);
+    NB_TRY(begin(c, &own, err));
+    if (bytes) memcpy(own, in, bytes);
+    publish(c, kind, whole);
+    return c->base.rank ? NB_OK : take_all(c, c->base.size, messages, err);
+}
+
 static nb_status gather(nbi_comm *comm, void *out, const void *in, size_t bytes, nb_error *err)
 {
-    nbi_shared *c = self(comm);
+    nbi_shared *c = nbi_shared_of(comm);
     for (size_t at = 0; at < bytes; at += NBI_SHARED_PIECE) {
         size_t n = bytes - at < NBI_SHARED_PIECE ? bytes - at : NBI_SHARED_PIECE;
         char *own;
         const char *message;
         NB_TRY(begin(c, &own, err));
         memcpy(own, (const char *)in + at, n);
-        publish(c, GATHER, bytes);
+        publish(c, NBI_SHARED_GATHER, bytes);
         for (uint32_t r = 0; r < comm->size; r++) {
             NB_TRY(take(c, r, &message, err));
             memcpy((char *)out + r * bytes + at, message, n);
@@ -174,8 +192,8 @@ static nb_status gather(nbi_comm *comm, void *out, const void *in, size_t bytes,
     return NB_OK;
 }
 
-/* out[from..to) := sum over ranks in order. */
-static void add_up(float *out, const char *const messages[], uint32_t size, size_t from, size_t to)
+void nbi_shared_add_up(float *out, const char *const messages[], uint32_t size, size_t from,
+                       size_t to)
 {
     const float *first = (const float *)(const void *)messages[0];
     for (size_t i = from; i < to; i++) out[i] = first[i];
@@ -197,10 +215,10 @@ static nb_status sum_shares(nbi_shared *c, uint32_t size, float *x, size_t n,
     const uint32_t rank = c->base.rank;
     const size_t from = share_begin(n, rank, size), to = share_begin(n, rank + 1, size);
     char *own;
-    add_up(x, messages, size, from, to);
+    nbi_shared_add_up(x, messages, size, from, to);
     NB_TRY(begin(c, &own, err));
     memcpy(own + from * sizeof *x, x + from, (to - from) * sizeof *x);
-    publish(c, SHARES, n * sizeof *x);
+    publish(c, NBI_SHARED_SHARES, n * sizeof *x);
     NB_TRY(take_all(c, size, messages, err));
     for (uint32_t r = 0; r < size; r++) {
         size_t a = share_begin(n, r, size), b = share_begin(n, r + 1, size);
@@ -211,7 +229,7 @@ static nb_status sum_shares(nbi_shared *c, uint32_t size, float *x, size_t n,
 
 static nb_status sum(nbi_comm *comm, float *x, size_t n, nb_error *err)
 {
-    nbi_shared *c = self(comm);
+    nbi_shared *c = nbi_shared_of(comm);
     const char *messages[NBI_RANKS_MAX];
     const size_t piece = NBI_SHARED_PIECE / sizeof *x;
     const uint32_t size = comm->size;
@@ -221,10 +239,10 @@ static nb_status sum(nbi_comm *comm, float *x, size_t n, nb_error *err)
         char *own;
         NB_TRY(begin(c, &own, err));
         memcpy(own, x + at, m * sizeof *x);
-        publish(c, SUM, n * sizeof *x);
+        publish(c, NBI_SHARED_SUM, n * sizeof *x);
         NB_TRY(take_all(c, size, messages, err));
         if (m * sizeof *x * size <= TWO_PASSES) {
-            add_up(x + at, messages, size, 0, m);
+            nbi_shared_add_up(x + at, messages, size, 0, m);
         } else {
             NB_TRY(sum_shares(c, size, x + at, m, messages, err));
         }
@@ -236,22 +254,22 @@ static nb_status sum(nbi_comm *comm, float *x, size_t n, nb_error *err)
 
 static void fail(nbi_comm *comm, const char *why)
 {
-    nbi_shared *c = self(comm);
+    nbi_shared *c = nbi_shared_of(comm);
     nbi_shared_area *own = c->areas[comm->rank];
     if (atomic_load(&c->lost) || atomic_load(&own->failed)) return;
     snprintf(own->why, sizeof own->why, "%s", why);
     atomic_store(&own->failed, true);
-    nbi_shared_lose(c, comm->rank, why);
+    nbi_shared_lose(c, nbi_shared_number(c, comm->rank), why);
 }
 
 static nb_status lost(nbi_comm *comm, nb_error *err)
 {
-    return is_lost(self(comm), err);
+    return nbi_shared_is_lost(nbi_shared_of(comm), err);
 }
 
 static void on_lost(nbi_comm *comm, void (*call)(void *user, const nb_error *why), void *user)
 {
-    nbi_shared *c = self(comm);
+    nbi_shared *c = nbi_shared_of(comm);
     pthread_mutex_lock(&c->call_lock);
     c->on_lost = call;
     c->on_lost_user = user;
@@ -261,7 +279,7 @@ static void on_lost(nbi_comm *comm, void (*call)(void *user, const nb_error *why
 
 static void expect(nbi_comm *comm, uint64_t limit_ns, uint64_t usual_ns)
 {
-    nbi_shared *c = self(comm);
+    nbi_shared *c = nbi_shared_of(comm);
     atomic_store_explicit(&c->usual_ns, usual_ns, memory_order_relaxed);
     atomic_fetch_add_explicit(&c->expected, 1, memory_order_relaxed);
     atomic_store_explicit(&c->limit_ns, limit_ns, memory_order_relaxed);
@@ -276,7 +294,7 @@ static bool speaks(const nbi_comm *comm)
 
 static void close_shared(nbi_comm *comm)
 {
-    nbi_shared *c = self(comm);
+    nbi_shared *c = nbi_shared_of(comm);
     const bool in_order = !atomic_load(&c->lost);
     nbi_shared_watch_stop(c);
     atomic_store(&c->areas[comm->rank]->left, true);

@@ -21,10 +21,19 @@ extern "C" {
 #define NBI_STOPPED_MS 1500u
 #define NBI_SILENCE_MS 10000u
 
+struct nbi_shared;
+
 typedef struct nbi_shared_options {
     uint32_t rank, size;
     void *const *areas; /* [size] where each rank's area lies here; zeroed by its owner before */
     bool crowded;       /* fewer cores than ranks: sleep at once */
+    /* [size] the ranks' numbers in a job of several hosts, ascending, where areas[0] belongs to the
+     * one that speaks with the others. NULL: they are 0 to size - 1, and all. */
+    const uint32_t *numbers;
+    /* In the thread that watches, every 50 ms; `turn_ns` since the last time. NULL: none. */
+    void (*beat)(void *user, struct nbi_shared *shared, uint64_t turn_ns);
+    /* Once, when the job has failed, before anybody here acts on it; any thread. NULL: none. */
+    void (*tell)(void *user, uint32_t rank, const char *why);
     /* Called when the ranks have parted, before the comm is freed; `in_order`: all are well. */
     void (*close)(void *user, bool in_order);
     void *user;

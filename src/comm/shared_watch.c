@@ -92,6 +92,8 @@ void nbi_shared_lose(nbi_shared *c, uint32_t rank, const char *why)
             memcpy(own->why, c->why.text, sizeof own->why);
             atomic_store(&own->heard, true);
         }
+        /* Before anybody here sees it, since that may end the process. */
+        if (c->o.tell) c->o.tell(c->o.user, rank, c->why.text);
         atomic_store_explicit(&c->lost, true, memory_order_release);
     }
     pthread_mutex_unlock(&c->lock);
@@ -106,11 +108,12 @@ void nbi_shared_lose(nbi_shared *c, uint32_t rank, const char *why)
 static void lose_silent(nbi_shared *c, uint32_t rank, char state)
 {
     char why[160];
-    snprintf(why, sizeof why, "rank %u (process %d) %s", rank, (int)c->areas[rank]->pid,
+    snprintf(why, sizeof why, "rank %u (process %d) %s", nbi_shared_number(c, rank),
+             (int)c->areas[rank]->pid,
              state == 'T'   ? "is stopped"
              : state == 'D' ? "waits for a device and does not answer"
                             : "does not answer");
-    nbi_shared_lose(c, rank, why);
+    nbi_shared_lose(c, nbi_shared_number(c, rank), why);
     if (state != '?' && state != 'X') kill(c->areas[rank]->pid, SIGKILL);
 }
 
@@ -122,7 +125,8 @@ static void watch_one(nbi_shared *c, uint32_t rank, uint64_t turn_ns)
     if (!atomic_load(&a->there) || atomic_load(&a->left)) return;
     if (atomic_load(&a->failed) || atomic_load(&a->heard)) {
         char prefix[32] = "";
-        if (atomic_load(&a->failed)) snprintf(prefix, sizeof prefix, "rank %u: ", rank);
+        if (atomic_load(&a->failed))
+            snprintf(prefix, sizeof prefix, "rank %u: ", nbi_shared_number(c, rank));
         snprintf(why, sizeof why, "%s%s", prefix, a->why);
         nbi_shared_lose(c, atomic_load(&a->lost_rank), why);
         return;
@@ -133,8 +137,8 @@ static void watch_one(nbi_shared *c, uint32_t rank, uint64_t turn_ns)
         return; /* the next turn reads it */
     if (state == 'X') {
         snprintf(why, sizeof why, "rank %u (process %d) is gone: killed, or ended without a word",
-                 rank, (int)a->pid);
-        nbi_shared_lose(c, rank, why);
+                 nbi_shared_number(c, rank), (int)a->pid);
+        nbi_shared_lose(c, nbi_shared_number(c, rank), why);
         return;
     }
     uint32_t pulse = atomic_load(&a->pulse);
@@ -147,7 +151,7 @@ static void watch_one(nbi_shared *c, uint32_t rank, uint64_t turn_ns)
     if (peer->silent_ns > limit_ms * 1000000) lose_silent(c, rank, state);
 }
 
-static uint32_t furthest_behind(const nbi_shared *c)
+uint32_t nbi_shared_behind(const nbi_shared *c)
 {
     uint32_t last = 0;
     for (uint32_t r = 1; r < c->base.size; r++) {
@@ -161,7 +165,7 @@ static uint32_t furthest_behind(const nbi_shared *c)
 static void watch_step(nbi_shared *c, uint64_t turn_ns)
 {
     const uint64_t limit = atomic_load(&c->limit_ns);
-    const uint32_t last = furthest_behind(c), number = atomic_load(&c->areas[last]->number),
+    const uint32_t last = nbi_shared_behind(c), number = atomic_load(&c->areas[last]->number),
                    seen = atomic_load(&c->expected) + number;
     char why[200];
     if (!limit || seen != c->expected_seen) c->expected_ns = 0;
@@ -171,10 +175,10 @@ static void watch_step(nbi_shared *c, uint64_t turn_ns)
     const int32_t pid = c->areas[last]->pid;
     snprintf(why, sizeof why,
              "rank %u (process %d) does not get on: nothing for %.1f s in a step that takes %.3f s",
-             last, (int)pid, 1e-9 * (double)c->expected_ns,
+             nbi_shared_number(c, last), (int)pid, 1e-9 * (double)c->expected_ns,
              1e-9 * (double)atomic_load(&c->usual_ns));
     const char state = last == c->base.rank ? '?' : look_at(c, last);
-    nbi_shared_lose(c, last, why);
+    nbi_shared_lose(c, nbi_shared_number(c, last), why);
     if (state != 'X' && state != '?') kill(pid, SIGKILL);
 }
 
@@ -201,6 +205,7 @@ static void *watch(void *arg)
             if (r != c->base.rank) watch_one(c, r, now - before);
         if (!was_lost) watch_parent(c);
         if (!was_lost) watch_step(c, now - before);
+        if (!was_lost && c->o.beat) c->o.beat(c->o.user, c, now - before);
         before = now;
         pthread_mutex_lock(&c->lock);
     }

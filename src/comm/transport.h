@@ -27,7 +27,7 @@ typedef struct nbi_comm_ops {
 /* The first member of every transport's own struct. */
 struct nbi_comm {
     const nbi_comm_ops *ops;
-    uint32_t rank, size, local_rank, local_size;
+    uint32_t rank, size, local_rank, local_size, host;
 };
 
 nb_status nbi_comm_open_self(nbi_comm **out, nb_error *err);

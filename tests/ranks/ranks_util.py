@@ -1,6 +1,7 @@
 """What the tests of ranks share."""
 
 import json
+import os
 import pathlib
 import time
 
@@ -61,3 +62,14 @@ def completion(server, prompt, **options):
     reply = server.post("/v1/completions", {"prompt": prompt, "temperature": 0, "max_tokens": 24, **options})
     assert reply.status_code == 200, reply.text
     return json.loads(reply.text)["choices"][0]
+
+
+def over_hosts(hosts, grace=1):
+    """What starts a command on len(hosts) ranks that take hosts[rank] for the name of theirs; each has a core, as far as they go.
+    `grace`: seconds that mpiexec leaves the others when one is gone; a host that is lost is noticed after 3.5."""
+    cores = sorted(os.sched_getaffinity(0))
+    script = (f"set -- $OMPI_COMM_WORLD_RANK \"$@\"; hosts='{' '.join(hosts)}'; cores='{' '.join(map(str, cores))}'\n"
+              "nth() { shift $(($1 + 1)); echo $1; }\n"
+              "export NIBBLE_COMM_HOST=$(nth $1 $hosts); core=$(nth $(($1 % " + str(len(cores)) + ")) $cores)\n"
+              "shift; exec taskset -c $core \"$@\"")
+    return [*MPIEXEC, "--mca", "odls_base_sigkill_timeout", str(grace), "-n", str(len(hosts)), "sh", "-c", script, "sh"]

@@ -1,12 +1,14 @@
 /* Ranks that mpiexec or Slurm has started. On one host they share a window of memory
- * (comm/shared.h) and ask nothing of MPI between opening and closing. */
+ * (comm/shared.h) and ask nothing of MPI between opening and closing; several hosts are joined by
+ * hosts.h. */
+#include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
 
 #include "base/mem.h"
 #include "base/thread.h"
-#include "comm/mpi/mpi_api.h"
-#include "comm/shared.h"
+#include "comm/mpi/hosts.h"
 
 #define PARTING_SECONDS 10u
 
@@ -58,11 +60,68 @@ static nb_status open_window(window *w, int rank, int size, void **areas, nb_err
     return NB_OK;
 }
 
+/* The name of this host. NIBBLE_COMM_HOST makes ranks of one machine take it for several. */
+static nb_status name_host(const nbi_mpi *mpi, char name[NBI_HOST_NAME_MAX], nb_error *err)
+{
+    char own[MPI_MAX_PROCESSOR_NAME + 1] = "";
+    const char *given = getenv(NBI_HOSTS_VARIABLE);
+    int length = 0;
+    if (!given) CALL(mpi->get_processor_name(own, &length));
+    snprintf(name, NBI_HOST_NAME_MAX, "%s", given ? given : own);
+    return NB_OK;
+}
+
+/* The ranks that share memory with this one, and where all are. */
+static nb_status find_places(window *w, int rank, int size, nbi_place places[], nb_error *err)
+{
+    const nbi_mpi *mpi = w->mpi;
+    MPI_Comm machine;
+    nbi_place own = {.leader = rank};
+    int here, color = 0;
+    NB_TRY(name_host(mpi, own.host, err));
+    CALL(mpi->comm_split_type(mpi->world, MPI_COMM_TYPE_SHARED, rank, mpi->info_null, &machine));
+    CALL(mpi->comm_size(machine, &here));
+    NB_ASSERT(here <= size);
+    CALL(mpi->allgather(&own, sizeof own, mpi->byte, places, sizeof own, mpi->byte, machine));
+    while (color < here - 1 && strcmp(places[color].host, own.host) != 0) color++;
+    own.leader = places[color].leader;
+    CALL(mpi->comm_split(machine, color, rank, &w->host));
+    CALL(mpi->comm_free(&machine));
+    CALL(mpi->allgather(&own, sizeof own, mpi->byte, places, sizeof own, mpi->byte, mpi->world));
+    return NB_OK;
+}
+
+static nb_status join(nbi_comm **out, window *w, int rank, int size, nbi_place places[],
+                      nb_error *err)
+{
+    const nbi_mpi *mpi = w->mpi;
+    int here, local;
+    void *areas[NBI_RANKS_MAX];
+    NB_TRY(find_places(w, rank, size, places, err));
+    CALL(mpi->comm_size(w->host, &here));
+    CALL(mpi->comm_rank(w->host, &local));
+    NB_TRY(open_window(w, local, here, areas, err));
+    const nbi_shared_options shared = {.rank = (uint32_t)local,
+                                       .size = (uint32_t)here,
+                                       .areas = areas,
+                                       .crowded = (uint32_t)here > nbi_cores_available(),
+                                       .close = close_window,
+                                       .user = w};
+    if (here == size) return nbi_comm_open_shared(out, &shared, err);
+    CALL(mpi->comm_set_errhandler(mpi->world, mpi->errors_return));
+    return nbi_comm_open_hosts(out,
+                               &(nbi_hosts_options){.mpi = mpi,
+                                                    .rank = (uint32_t)rank,
+                                                    .size = (uint32_t)size,
+                                                    .places = places,
+                                                    .local = shared},
+                               err);
+}
+
 static nb_status open_ranks(nbi_comm **out, window *w, nb_error *err)
 {
     const nbi_mpi *mpi = w->mpi;
     int rank, size, there, provided;
-    void *areas[NBI_RANKS_MAX];
     CALL(mpi->initialized(&there));
     if (there) return nbi_fail(err, NB_INTERNAL, "comm: MPI is in use already");
     CALL(mpi->init_thread(NULL, NULL, MPI_THREAD_SERIALIZED, &provided));
@@ -70,24 +129,13 @@ static nb_status open_ranks(nbi_comm **out, window *w, nb_error *err)
     CALL(mpi->comm_size(mpi->world, &size));
     if ((uint32_t)size > NBI_RANKS_MAX)
         return nbi_fail(err, NB_UNSUPPORTED, "%d ranks; expected at most %u", size, NBI_RANKS_MAX);
-    CALL(mpi->comm_split_type(mpi->world, MPI_COMM_TYPE_SHARED, rank, mpi->info_null, &w->host));
-    int here;
-    CALL(mpi->comm_size(w->host, &here));
-    if (here != size)
-        return nbi_fail(err, NB_UNSUPPORTED,
-                        "%d of %d ranks are on the host of rank %d; this build takes ranks of one "
-                        "host only",
-                        here, size, rank);
-    NB_TRY(open_window(w, rank, size, areas, err));
-    return nbi_comm_open_shared(
-        out,
-        &(nbi_shared_options){.rank = (uint32_t)rank,
-                              .size = (uint32_t)size,
-                              .areas = areas,
-                              .crowded = (uint32_t)size > nbi_cores_available(),
-                              .close = close_window,
-                              .user = w},
-        err);
+    if (provided < MPI_THREAD_SERIALIZED)
+        return nbi_fail(err, NB_UNSUPPORTED, "this Open MPI was built without threads");
+    nbi_place *places = nbi_calloc((size_t)size, sizeof *places);
+    if (!places) return nbi_fail(err, NB_NO_MEMORY, "comm: out of memory");
+    nb_status st = join(out, w, rank, size, places, err);
+    nbi_free(places);
+    return st;
 }
 
 nb_status nbi_comm_open_mpi(nbi_comm **out, nb_error *err)
