@@ -375,7 +375,8 @@ typedef struct nbi_backend_options {
 typedef struct nbi_backend_clock {
     /* Makes marks 0 to n_marks - 1, once; they live as long as the backend. */
     nb_status (*open)(nbi_backend *b, uint32_t n_marks, nb_error *err);
-    /* Between steps. On: every operator of a step is launched by itself. */
+    /* Between steps. On: every operator of a step is called, though the step may be a recorded one.
+     */
     void (*on)(nbi_backend *b, bool on);
     void (*mark)(nbi_backend *b, uint32_t i);
     /* Launches so far. *waits: operators were called whose work a later call launches. */

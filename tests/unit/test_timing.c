@@ -175,7 +175,11 @@ static void times_add_up(void **state)
     rig r;
     open_rig(&r, MLA);
     step(&r, 0, PROMPT, true);
-    for (uint32_t i = 0; i < 3; i++) step(&r, PROMPT + i, PROMPT + i + 1, true);
+    for (uint32_t i = 0; i < 3; i++) { /* of a device: at first launched, recorded, replayed */
+        step(&r, PROMPT + i, PROMPT + i + 1, true);
+        assert_true(nbi_timing_last(r.t)->rows[NBI_PART_ATTENTION][NBI_TIMED_LINEAR].ns > 0);
+        assert_true(nbi_timing_last(r.t)->rows[NBI_PART_ROUTED][NBI_TIMED_EXPERTS].ns > 0);
+    }
     for (int decode = 0; decode < 2; decode++) {
         const nbi_timing_table *t = nbi_timing_of(r.t, decode);
         uint64_t sum = t->launch_ns + t->host_ns, calls = 0;

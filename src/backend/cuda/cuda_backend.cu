@@ -91,6 +91,7 @@ static void cuda_close(nbi_backend **b)
     for (char *stage : c->stage) nbi_rt_free_host(&c->rt, stage);
     nbi_rt_free(&c->rt, c->stage_device);
     nbi_rt_free(&c->rt, c->arrivals);
+    nbi_free(c->clock_at);
     nbi_rt_close(&c->rt);
     nbi_free(c);
     *b = NULL;
@@ -325,12 +326,19 @@ static bool cuda_step_begin(nbi_backend *b, const nbi_batch *host, uint32_t pass
     *device = &c->batch;
     c->recording = c->replaying = NULL;
     c->n_steps++;
-    if (!c->graphs || c->timed || host->n_rows > NBI_CUDA_GRAPH_ROWS) return true;
+    c->in_step = true;
+    c->rt.skips = false;
+    if (!c->graphs || host->n_rows > NBI_CUDA_GRAPH_ROWS) return true;
     const nbi_cuda_key key = {host->n_rows, host->n_seqs, host->n_logit_rows, c->batch.max_len,
                               pass};
     nbi_cuda_graph *g = find_recorded(c, key);
     const bool first = g->used == 0;
     g->used = c->n_steps;
+    if (g->graph && c->timed) { /* which operators its launches are of, is counted meanwhile */
+        nbi_rt_replay(&c->rt, g->graph);
+        c->rt.skips = true;
+        return true;
+    }
     if (g->graph) {
         c->replaying = g;
         return false;
@@ -346,6 +354,7 @@ static nb_status cuda_step_end(nbi_backend *b, nb_error *err)
     (void)err; /* errors stick, sync says them */
     nbi_cuda *c = nbi_cuda_of(b);
     nbi_cuda_flush(c);
+    c->in_step = c->rt.skips = false;
     if (c->recording) c->replaying = c->recording;
     if (c->recording) c->recording->graph = nbi_rt_record_end(&c->rt);
     if (c->replaying && c->replaying->graph) nbi_rt_replay(&c->rt, c->replaying->graph);
@@ -367,22 +376,32 @@ static nb_status cuda_sync(nbi_backend *b, nb_error *err)
 
 static nb_status clock_open(nbi_backend *b, uint32_t n_marks, nb_error *err)
 {
-    if (nbi_rt_clock_open(&nbi_cuda_of(b)->rt, n_marks)) return NB_OK;
-    return nbi_fail(err, NB_NO_MEMORY, "cuda: no memory for %u events", n_marks);
+    nbi_cuda *c = nbi_cuda_of(b);
+    if (!c->graphs && nbi_rt_clock_open(&c->rt, n_marks)) return NB_OK;
+    if (c->graphs && !c->clock_at)
+        c->clock_at = static_cast<uint32_t *>(nbi_calloc(n_marks, sizeof *c->clock_at));
+    if (c->clock_at && nbi_rt_stamps_open(&c->rt)) return NB_OK;
+    return nbi_fail(err, NB_NO_MEMORY, "cuda: no memory for %u marks", n_marks);
 }
 
-/* A mark between two launches ends their overlap anyway. */
+/* A step that is recorded, or whose launches overlap, stays so: its launches are stamped. Otherwise
+ * events stand around operators. */
 static void clock_on(nbi_backend *b, bool on)
 {
     nbi_cuda *c = nbi_cuda_of(b);
     nbi_cuda_flush(c);
     c->timed = on;
-    c->rt.dependent = !on && c->graphs && c->rt.sm >= 90;
+    if (on && c->graphs) nbi_rt_stamps_clear(&c->rt);
 }
 
+/* Within a step a mark is the launch that comes next, which begins where what was before ends. */
 static void clock_mark(nbi_backend *b, uint32_t i)
 {
-    nbi_rt_clock_mark(&nbi_cuda_of(b)->rt, i);
+    nbi_cuda *c = nbi_cuda_of(b);
+    if (!c->graphs)
+        nbi_rt_clock_mark(&c->rt, i);
+    else
+        c->clock_at[i] = c->in_step ? c->rt.n_stamps : nbi_rt_stamp(&c->rt);
 }
 
 static uint64_t clock_launches(const nbi_backend *b, bool *waits)
@@ -395,7 +414,11 @@ static uint64_t clock_launches(const nbi_backend *b, bool *waits)
 
 static uint64_t clock_ns(nbi_backend *b, uint32_t from, uint32_t to)
 {
-    return nbi_rt_clock_ns(&nbi_cuda_of(b)->rt, from, to);
+    nbi_cuda *c = nbi_cuda_of(b);
+    if (!c->graphs) return nbi_rt_clock_ns(&c->rt, from, to);
+    const uint64_t begin = nbi_rt_stamp_ns(&c->rt, c->clock_at[from]);
+    const uint64_t end = nbi_rt_stamp_ns(&c->rt, c->clock_at[to]);
+    return end > begin ? end - begin : 0;
 }
 
 static const nbi_backend_clock cuda_clock = {.open = clock_open,

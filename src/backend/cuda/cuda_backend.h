@@ -56,8 +56,9 @@ struct nbi_cuda {
     nbi_backend base;
     nbi_rt rt;
     nbi_limits limits;
-    bool graphs; /* record steps */
-    bool timed;  /* not this one: its operators are timed */
+    bool graphs;  /* record steps */
+    bool timed;   /* this one: with graphs by stamps of launches, else by events around operators */
+    bool in_step; /* between step_begin and step_end */
 
     void *scratch; /* of one operator at a time */
     size_t scratch_bytes;
@@ -72,6 +73,7 @@ struct nbi_cuda {
     bool owes_faults; /* the step has ended, and nobody has waited: row_fault of host_batch */
     nbi_cuda_graph recorded[NBI_CUDA_GRAPHS], *recording, *replaying;
     uint64_t n_steps;
+    uint32_t *clock_at; /* the launch behind a mark, where launches are stamped */
 
     /* uploads of weights: pageable memory goes through pinned pieces, one filled while the device
      * reads the other */

@@ -656,14 +656,48 @@ NBI_DEV void nbi_wgmma(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b, bo
 
 /* ---------------------------------------------------------------- programmatic dependent launch */
 
+/* When launches began: one entry for each, in their order, while the host wants to know. */
+#define NBI_STAMPS 16384u
+struct nbi_stamps {
+    uint32_t n; /* launches since it was cleared; those behind NBI_STAMPS are not noted */
+    uint32_t pad;
+    uint64_t ns[NBI_STAMPS]; /* the device's clock */
+};
+
+/* NULL: not wanted. Every file of kernels has its own under nvcc; runtime.cu sets them all. */
+#if NBI_EMULATED
+extern nbi_stamps *nbi_stamps_here;
+uint64_t nbi_emu_ns();
+#else
+static __constant__ nbi_stamps *nbi_stamps_here;
+bool nbi_rt_knows_stamps(const void *constant);
+[[maybe_unused]] static const bool nbi_stamps_known = nbi_rt_knows_stamps(&nbi_stamps_here);
+#endif
+
+NBI_DEV uint64_t nbi_device_ns()
+{
+#if NBI_EMULATED
+    return nbi_emu_ns();
+#else
+    uint64_t ns;
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(ns)::"memory");
+    return ns;
+#endif
+}
+
 /* Until everything the kernel before wrote is visible. Every kernel calls it before its first read
  * of what a kernel wrote and before its first write, also when it needs nothing: the next kernel
- * trusts that what is two back has ended. */
+ * trusts that what is two back has ended. The first thread of a launch, which calls it once, stamps
+ * it here: it takes its number while it waits. */
 NBI_DEV void nbi_wait_before()
 {
+    const bool first = (threadIdx.x | threadIdx.y | blockIdx.x | blockIdx.y | blockIdx.z) == 0;
+    nbi_stamps *const stamps = first ? nbi_stamps_here : nullptr;
+    const uint32_t i = stamps ? atomicAdd(&stamps->n, 1u) : NBI_STAMPS;
 #if !NBI_EMULATED && NBI_SM90
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
+    if (i < NBI_STAMPS) stamps->ns[i] = nbi_device_ns();
 }
 
 /* The next kernel may start its prologue. */

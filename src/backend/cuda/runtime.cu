@@ -67,6 +67,60 @@ static bool read_device(nbi_rt *rt)
     return false;
 }
 
+/* ---------------------------------------------------------------- stamps */
+
+#define CONSTANTS 64
+
+static const void *constants[CONSTANTS]; /* nbi_stamps_here of every file of kernels */
+static int n_constants;
+
+bool nbi_rt_knows_stamps(const void *constant)
+{
+    if (n_constants == CONSTANTS) abort();
+    constants[n_constants++] = constant;
+    return true;
+}
+
+static void point_at(nbi_rt *rt, nbi_stamps *stamps)
+{
+    for (int i = 0; i < n_constants; i++)
+        ok(rt, "stamps", cudaMemcpyToSymbol(constants[i], &stamps, sizeof stamps));
+}
+
+static __global__ void stamp_kernel()
+{
+    nbi_wait_before();
+}
+
+bool nbi_rt_stamps_open(nbi_rt *rt)
+{
+    if (rt->stamps) return true;
+    void *host = nbi_rt_alloc_host(rt, sizeof(nbi_stamps));
+    void *device = host ? nbi_rt_alloc(rt, sizeof(nbi_stamps)) : NULL;
+    if (!device) {
+        nbi_rt_free_host(rt, host);
+        return false;
+    }
+    rt->stamps_host = static_cast<nbi_stamps *>(host);
+    rt->stamps = static_cast<nbi_stamps *>(device);
+    if (nbi_rt_sync(rt)) point_at(rt, rt->stamps);
+    return true;
+}
+
+static void close_stamps(nbi_rt *rt)
+{
+    if (nbi_rt_sync(rt)) point_at(rt, NULL);
+    nbi_rt_free(rt, rt->stamps);
+    nbi_rt_free_host(rt, rt->stamps_host);
+    rt->stamps = rt->stamps_host = NULL;
+}
+
+uint32_t nbi_rt_stamp(nbi_rt *rt)
+{
+    nbi_launch(rt, dim3(1), dim3(1), 0, stamp_kernel);
+    return rt->n_stamps - 1;
+}
+
 bool nbi_rt_open(nbi_rt *rt)
 {
     *rt = {};
@@ -89,6 +143,7 @@ bool nbi_rt_open(nbi_rt *rt)
 
 void nbi_rt_close(nbi_rt *rt)
 {
+    if (rt->stamps) close_stamps(rt);
     if (rt->opened) cudaEventDestroy(rt->opened);
     if (rt->mark) cudaEventDestroy(rt->mark);
     for (cudaEvent_t &mark : rt->marks) {
@@ -168,7 +223,7 @@ void nbi_rt_download(nbi_rt *rt, void *dst, const void *src, size_t bytes)
 void nbi_rt_copy(nbi_rt *rt, void *dst, const void *src, size_t bytes)
 {
     rt->n_calls++;
-    if (rt->error[0] || !bytes) return;
+    if (rt->error[0] || rt->skips || !bytes) return;
     ok(rt, "copy on the device",
        cudaMemcpyAsync(dst, src, bytes, cudaMemcpyDeviceToDevice, rt->stream));
 }
@@ -176,7 +231,7 @@ void nbi_rt_copy(nbi_rt *rt, void *dst, const void *src, size_t bytes)
 void nbi_rt_zero(nbi_rt *rt, void *dst, size_t bytes)
 {
     rt->n_calls++;
-    if (rt->error[0] || !bytes) return;
+    if (rt->error[0] || rt->skips || !bytes) return;
     ok(rt, "clearing memory", cudaMemsetAsync(dst, 0, bytes, rt->stream));
 }
 
@@ -231,6 +286,23 @@ uint64_t nbi_rt_clock_ns(nbi_rt *rt, uint32_t from, uint32_t to)
     if (rt->error[0]) return 0;
     ok(rt, "time", cudaEventElapsedTime(&ms, rt->clock[from], rt->clock[to]));
     return ms > 0 ? (uint64_t)((double)ms * 1e6) : 0;
+}
+
+void nbi_rt_stamps_clear(nbi_rt *rt)
+{
+    nbi_rt_zero(rt, &rt->stamps->n, sizeof rt->stamps->n);
+    rt->n_stamps = rt->n_fetched = 0;
+}
+
+uint64_t nbi_rt_stamp_ns(nbi_rt *rt, uint32_t i)
+{
+    if (i >= rt->n_stamps || i >= NBI_STAMPS) return 0;
+    if (i >= rt->n_fetched) {
+        nbi_rt_download(rt, rt->stamps_host, rt->stamps, sizeof *rt->stamps);
+        if (!nbi_rt_sync(rt)) return 0;
+        rt->n_fetched = rt->n_stamps;
+    }
+    return rt->stamps_host->n == rt->n_stamps ? rt->stamps_host->ns[i] : 0;
 }
 
 void nbi_rt_record(nbi_rt *rt)

@@ -34,6 +34,10 @@ struct nbi_rt {
     bool dependent;   /* launches overlap the end of the one before (PDL); kernels keep the rule of
                          nbi_wait_before() */
     uint32_t n_clock; /* marks of nbi_rt_clock_open() */
+    bool skips;       /* launches and copies within the device are counted, and not done */
+    nbi_stamps *stamps, *stamps_host; /* NULL: never wanted; pinned */
+    uint32_t n_stamps;                /* launches since nbi_rt_stamps_clear() */
+    uint32_t n_fetched;               /* of stamps_host */
 #if NBI_EMULATED
     std::vector<std::function<void()>> *record, *stream; /* stream: asked for, done by a wait */
     uint64_t *clock;                                     /* [n_clock] */
@@ -83,6 +87,15 @@ bool nbi_rt_clock_open(nbi_rt *rt, uint32_t n_marks);
 void nbi_rt_clock_mark(nbi_rt *rt, uint32_t i);
 uint64_t nbi_rt_clock_ns(nbi_rt *rt, uint32_t from, uint32_t to);
 
+/* Stamps of launches: when each began, behind its wait for the one before, which is when that one
+ * had ended. Launches still overlap, and recorded ones are stamped too. open: once; false: no
+ * memory. stamp: a launch that does nothing else; its number. ns: of launch i since the last clear,
+ * on the device's clock; waits. 0: there is none. */
+bool nbi_rt_stamps_open(nbi_rt *rt);
+void nbi_rt_stamps_clear(nbi_rt *rt);
+uint32_t nbi_rt_stamp(nbi_rt *rt);
+uint64_t nbi_rt_stamp_ns(nbi_rt *rt, uint32_t i);
+
 /* Between begin and end, launches and copies are recorded instead of done. NULL when it failed. */
 void nbi_rt_record(nbi_rt *rt);
 nbi_rt_graph *nbi_rt_record_end(nbi_rt *rt);
@@ -111,6 +124,8 @@ inline void nbi_launch(nbi_rt *rt, dim3 grid, dim3 block, size_t shared, void (*
 {
     if (rt->error[0]) return;
     rt->n_calls++;
+    rt->n_stamps++;
+    if (rt->skips) return;
 #if NBI_EMULATED
     const auto body = [=] { kernel(args...); };
     nbi_rt_later(rt, [=] { nbi_emu_run(grid, block, shared, body); });
