@@ -13,7 +13,9 @@ import pytest
 
 
 def start(nibble_bin, *options):
-    return subprocess.Popen([nibble_bin, "serve", "--port", "0", *options], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    """SIGINT as at a terminal: a shell ignores it in what it starts in the background, and one that comes before the handlers is lost."""
+    return subprocess.Popen([nibble_bin, "serve", "--port", "0", *options], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
 
 
 def end(process, seconds=60):
