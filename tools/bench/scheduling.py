@@ -170,12 +170,16 @@ def cost(args, server):
     run(server, n, 4, True)
     before = server.cpu()
     profile = subprocess.Popen(["perf", "record", "-q", "-e", "cpu-clock", "-F", "5000", "-p", str(server.process.pid), "-o",
-                                data], stderr=subprocess.DEVNULL) if args.perf else None
+                                data], stderr=subprocess.PIPE, text=True) if args.perf else None
+    while profile and profile.poll() is None and not (pathlib.Path(data).exists() and pathlib.Path(data).stat().st_size):
+        time.sleep(0.05)  # under load it may come too late to see anything
     run(server, n, args.tokens, True)
     after = server.cpu()
     if profile:
         profile.terminate()
-        profile.wait()
+        said = profile.communicate()[1]
+        if profile.returncode not in (0, -15):
+            raise SystemExit(f"perf ended with {profile.returncode}: {said}")
     spent = {}
     for tid, (name, ns) in after.items():
         spent[name] = spent.get(name, 0) + ns - before.get(tid, (name, 0))[1]

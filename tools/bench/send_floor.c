@@ -3,16 +3,19 @@
  * are read where given, as a model reads its weights. No server: the floor of what
  * `tools/bench/scheduling.py cost` calls kernel.
  *
- *     cc -O2 -o send_floor tools/bench/send_floor.c && ./send_floor [N [BYTES [PAUSE_US [MB]]]]
+ *     cc -O2 -o send_floor tools/bench/send_floor.c
+ *     ./send_floor [N [BYTES [PAUSE_US [MB [CPU READER_CPU]]]]]
  *
  * One line per way: "send", a system call each; "uring", all of a step submitted by one. CPU time
  * of the sending thread and time on the clock, microseconds per step, median of 300; another
- * process reads. */
+ * process reads, on a processor of its own or on the sender's where both are named: where the
+ * system chooses, figures of two runs may be a third apart. */
 #define _GNU_SOURCE
 #include <arpa/inet.h>
 #include <errno.h>
 #include <linux/io_uring.h>
 #include <netinet/tcp.h>
+#include <sched.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -39,6 +42,14 @@ static double us(clockid_t clock)
     struct timespec t;
     clock_gettime(clock, &t);
     return 1e6 * (double)t.tv_sec + 1e-3 * (double)t.tv_nsec;
+}
+
+static void pin(const char *cpu)
+{
+    cpu_set_t set;
+    CPU_ZERO(&set);
+    CPU_SET((size_t)atoi(cpu), &set);
+    check(sched_setaffinity(0, sizeof set, &set) == 0, "the processor");
 }
 
 static void read_all(const int *fds, int n)
@@ -155,10 +166,12 @@ int main(int argc, char **argv)
     }
     const pid_t reader = fork();
     if (!reader) {
+        if (argc > 6) pin(argv[6]);
         for (int i = 0; i < n; i++) close(out[i]);
         read_all(in, n);
         _exit(0);
     }
+    if (argc > 6) pin(argv[5]);
     for (int i = 0; i < n; i++) close(in[i]);
     const int has_ring = ring_open(MOST) == 0;
     static double cpu[2][STEPS], clock_us[2][STEPS];
