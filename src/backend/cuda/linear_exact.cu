@@ -8,6 +8,7 @@
 #define WARPS 8u
 #define PITCH 17u
 #define FEW   512u /* tokens */
+#define SOME  4u   /* tokens of a block of exact_some_kernel() */
 
 /* Four weights of row g and of row g+8 from column c on, without the row's factor. */
 template <nbi_weight_kind KIND>
@@ -165,12 +166,88 @@ static __global__ void __launch_bounds__(WARPS *NBI_WARP)
         a.y[r] = fmaf(y, a.w.row_scale[r], a.bias ? a.bias[r] : 0);
 }
 
+/* The same for some tokens, SOME a block: x of them goes to shared memory at once, so that nothing
+ * waits for one load after the other. */
+static __global__ void __launch_bounds__(WARPS *NBI_WARP)
+    exact_some_kernel(nbi_linear_call a, uint32_t n_chunks)
+{
+    constexpr uint32_t STEPS = NBI_CHUNK_COLS / 16;
+    __shared__ float sums[WARPS][SOME][PITCH]; /* [chunk][token][row] */
+    float *x = nbi_shared<float>();            /* [token][chunk][256] */
+    const uint32_t warp = threadIdx.x / NBI_WARP, lane = (uint32_t)nbi_lane(), t = lane % 4;
+    const uint32_t rt = blockIdx.x, token0 = blockIdx.y * SOME, width = n_chunks * NBI_CHUNK_COLS;
+    const char *weights = static_cast<const char *>(a.w.data) + (size_t)rt * a.w.n_kt * 2048;
+    const uint32_t row = threadIdx.x % 16, token = threadIdx.x / 16;
+    float y = 0; /* of the thread's row and token */
+    for (uint32_t first = 0; first < n_chunks; first += WARPS) {
+        const uint32_t column = (first + warp) * NBI_CHUNK_COLS;
+        nbi_u32x4 w[STEPS] = {};
+#pragma unroll
+        for (uint32_t k = 0; k < STEPS; k++)
+            if (column + k * 16 < a.w.cols)
+                w[k] = nbi_load16<true>(weights + (column / 16 + k) * 512 + lane * 16);
+        if (first == 0) {
+            nbi_wait_before();
+            nbi_let_next();
+            for (uint32_t i = threadIdx.x; i < SOME * width / 4; i += WARPS * NBI_WARP) {
+                const uint32_t n = i / (width / 4), c = i % (width / 4) * 4;
+                const bool real = token0 + n < a.n_tokens && c < a.w.cols;
+                nbi_copy_async(x + i * 4, real ? a.x + (token0 + n) * (size_t)a.x_stride + c : a.x,
+                               real);
+            }
+            nbi_copy_commit();
+            nbi_copy_wait<0>();
+        }
+        __syncthreads();
+        float sum[2][SOME] = {};
+#pragma unroll
+        for (uint32_t k = 0; k < STEPS; k++) {
+            if (column + k * 16 >= a.w.cols) continue;
+            float f[2][4];
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                f[i % 2][i / 2 * 2] = nbi_bf16_lo(w[k].v[i]);
+                f[i % 2][i / 2 * 2 + 1] = nbi_bf16_hi(w[k].v[i]);
+            }
+#pragma unroll
+            for (uint32_t n = 0; n < SOME; n++) {
+                const nbi_f32x4 v =
+                    *reinterpret_cast<const nbi_f32x4 *>(x + n * width + column + k * 16 + t * 4);
+#pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    sum[0][n] = fmaf(f[0][i], v.v[i], sum[0][n]);
+                    sum[1][n] = fmaf(f[1][i], v.v[i], sum[1][n]);
+                }
+            }
+        }
+#pragma unroll
+        for (uint32_t n = 0; n < SOME; n++)
+#pragma unroll
+            for (int high = 0; high < 2; high++) {
+                sum[high][n] += __shfl_xor_sync(NBI_FULL_MASK, sum[high][n], 1);
+                sum[high][n] += __shfl_xor_sync(NBI_FULL_MASK, sum[high][n], 2);
+                if (t == 0) sums[warp][n][lane / 4 + 8 * high] = sum[high][n];
+            }
+        __syncthreads();
+        for (uint32_t c = 0; token < SOME && c < WARPS && first + c < n_chunks; c++)
+            y += sums[c][token][row];
+    }
+    const uint32_t r = rt * NBI_TILE_ROWS + row;
+    if (token < SOME && token0 + token < a.n_tokens && r < a.w.rows)
+        a.y[(size_t)(token0 + token) * a.y_stride + r] =
+            fmaf(y, a.w.row_scale[r], a.bias ? a.bias[r] : 0);
+}
+
 template <nbi_weight_kind KIND> static void run(nbi_cuda *c, const nbi_linear_call *a)
 {
     const uint32_t n_chunks = nbi_ceil_div(a->w.cols, NBI_CHUNK_COLS);
     const dim3 block(WARPS * NBI_WARP);
+    const size_t shared = (size_t)SOME * n_chunks * NBI_CHUNK_COLS * sizeof(float);
     if (a->n_tokens == 1 && KIND == NBI_WEIGHT_BF16)
         nbi_launch(&c->rt, dim3(a->w.n_rt), block, 0, exact_one_kernel, *a, n_chunks);
+    else if (a->n_tokens <= FEW && KIND == NBI_WEIGHT_BF16 && a->fast && shared <= 96u << 10)
+        nbi_launch(&c->rt, dim3(a->w.n_rt, nbi_ceil_div(a->n_tokens, SOME)), block, shared,
+                   exact_some_kernel, *a, n_chunks);
     else if (a->n_tokens <= FEW) /* many small blocks: what they cost is waiting */
         nbi_launch(&c->rt, dim3(a->w.n_rt, nbi_ceil_div(a->n_tokens, 4)), block, 0,
                    exact_kernel<KIND, 4>, *a, n_chunks);
