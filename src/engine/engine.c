@@ -33,23 +33,33 @@ static nb_status check_options(const nb_engine_options *o, nb_error *err)
     if (!o->model_dir || !o->model_dir[0])
         return nbi_fail(err, NB_INVALID, "model_dir is empty; expected a folder with config.json");
     if (!o->max_running || o->max_running > 4096) {
-        return nbi_fail(err, NB_INVALID, "max_running is %u; expected 1 to 4096", o->max_running);
+        return nbi_fail(err, NB_INVALID,
+                        "max_running (--max-running-requests) is %u; expected 1 to 4096",
+                        o->max_running);
     }
     if (!o->chunk_size || o->chunk_size > 65536) {
-        return nbi_fail(err, NB_INVALID, "chunk_size is %u; expected 1 to 65536", o->chunk_size);
+        return nbi_fail(err, NB_INVALID,
+                        "chunk_size (--chunked-prefill-size) is %u; expected 1 to 65536",
+                        o->chunk_size);
     }
     if (!(o->memory_fraction >= 0 && o->memory_fraction <= 1)) {
-        return nbi_fail(err, NB_INVALID, "memory_fraction is %g; expected 0 < f <= 1",
+        return nbi_fail(err, NB_INVALID,
+                        "memory_fraction (--mem-fraction-static) is %g; expected 0 < f <= 1",
                         o->memory_fraction);
     }
     if (o->max_queued > 1000000) {
-        return nbi_fail(err, NB_INVALID, "max_queued is %u; expected 1 to 1000000", o->max_queued);
+        return nbi_fail(err, NB_INVALID,
+                        "max_queued (--max-queued-requests) is %u; expected 1 to 1000000",
+                        o->max_queued);
     }
     if (o->decode_steps > 1000) {
-        return nbi_fail(err, NB_INVALID, "decode_steps is %u; expected 1 to 1000", o->decode_steps);
+        return nbi_fail(err, NB_INVALID,
+                        "decode_steps (--num-continuous-decode-steps) is %u; expected 1 to 1000",
+                        o->decode_steps);
     }
     if (o->n_threads > 1024)
-        return nbi_fail(err, NB_INVALID, "n_threads is %u; expected at most 1024", o->n_threads);
+        return nbi_fail(err, NB_INVALID, "n_threads (--threads) is %u; expected at most 1024",
+                        o->n_threads);
     return NB_OK;
 }
 
@@ -72,7 +82,8 @@ static nb_status parse_policy(bool *lpm, const char *name, nb_error *err)
 {
     *lpm = name && !strcmp(name, "lpm");
     if (!name || *lpm || !strcmp(name, "fcfs")) return NB_OK;
-    return nbi_fail(err, NB_INVALID, "schedule_policy is \"%s\"; expected fcfs or lpm", name);
+    return nbi_fail(err, NB_INVALID,
+                    "schedule_policy (--schedule-policy) is \"%s\"; expected fcfs or lpm", name);
 }
 
 static nb_status copy_options(nb_engine *e, const nb_engine_options *o, nb_error *err)
@@ -136,13 +147,14 @@ static nb_status parse_drafting(nb_engine *e, nb_error *err)
     uint32_t steps = e->options.speculative_num_steps ? e->options.speculative_num_steps : 3;
     if (!strcmp(name, "none")) return NB_OK;
     if (strcmp(name, "mtp") && strcmp(name, "NEXTN") && strcmp(name, "EAGLE"))
-        return nbi_fail(
-            err, NB_INVALID,
-            "speculative_algorithm is \"%s\"; expected none or mtp (NEXTN and EAGLE mean the same)",
-            name);
+        return nbi_fail(err, NB_INVALID,
+                        "speculative_algorithm (--speculative-algorithm) is \"%s\"; expected none "
+                        "or mtp (NEXTN and EAGLE mean the same)",
+                        name);
     if (steps > NBI_DRAFTS_MAX)
-        return nbi_fail(err, NB_INVALID, "speculative_num_steps is %u; expected 1 to %u", steps,
-                        NBI_DRAFTS_MAX);
+        return nbi_fail(err, NB_INVALID,
+                        "speculative_num_steps (--speculative-num-steps) is %u; expected 1 to %u",
+                        steps, NBI_DRAFTS_MAX);
     e->n_draft_steps = steps;
     return NB_OK;
 }

@@ -163,7 +163,8 @@ static nb_status plan_memory(nb_engine *e, memory_plan *p, nbi_dtype kv_dtype, n
     const nbi_config *c = nbi_model_config(e->model);
     uint32_t limit = c->max_positions, rows = step_rows(e), logits = step_logit_rows(e);
     if (e->options.max_context > limit) {
-        return nbi_fail(err, NB_INVALID, "max_context is %u; the model's limit is %u",
+        return nbi_fail(err, NB_INVALID,
+                        "max_context (--context-length) is %u; the model's limit is %u",
                         e->options.max_context, limit);
     }
     if (e->options.max_context) limit = e->options.max_context;

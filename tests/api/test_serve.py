@@ -50,7 +50,10 @@ def test_no_such_model(nibble_bin, tmp_path):
 
 @pytest.mark.parametrize("args,sentence", [(["--reasoning-parser", "wizard"], "wizard"), (["--chat-template", "/does/not/exist"], "/does/not/exist"),
                                            (["--host", "no.such.host.invalid"], "no.such.host.invalid"), (["--device", "abacus"], "abacus"),
-                                           (["--moe-runner-backend", "abacus"], "abacus")])
+                                           (["--moe-runner-backend", "abacus"], "abacus"),
+                                           (["--chunked-prefill-size", "1000000"], "--chunked-prefill-size) is 1000000; expected 1 to 65536"),
+                                           (["--max-running-requests", "100000"], "--max-running-requests) is 100000; expected 1 to 4096"),
+                                           (["--context-length", "100000000"], "--context-length) is 100000000")])
 def test_bad_values(nibble_bin, model_dir, args, sentence):
     result = run(nibble_bin, "--port", "0", "--model", str(model_dir), *args)
     assert result.returncode == 1, result.stderr
