@@ -9,6 +9,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 def pytest_addoption(parser):
     parser.addoption("--build", default="build/release", help="build folder whose nibble is tested")
+    parser.addoption("--ranks", type=int, default=1, help="servers of tests/api and tests/fault run on so many ranks")
     parser.addoption("--long", action="store_true", help="the long form of the tests that have one")
 
 

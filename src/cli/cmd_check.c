@@ -11,8 +11,10 @@
 #include "cli/attention_options.h"
 #include "cli/default_model.h"
 #include "cli/tune_options.h"
+#include "comm/comm.h"
 #include "model/gate.h"
 #include "model/synth.h"
+#include "moe/runner.h"
 #include "perf/bandwidth.h"
 
 static const nbi_command command = {
@@ -40,7 +42,7 @@ static const nbi_command command = {
 
 typedef struct check {
     const char *dir, *like, *device, *runner, *cpu_level, *activations, *kv_dtype, *tune_file;
-    uint32_t threads;
+    uint32_t threads, tp_size, ep_size;
     bool json;
     nbi_attention_names attention;
     char *found, *made; /* the embedded model; a folder to be deleted */
@@ -220,6 +222,36 @@ static void print_names(const check *c)
     }
 }
 
+static bool on_ranks(const check *c, const nbi_moe_runner_ops *r, char *why, size_t why_bytes)
+{
+    return nbi_gate_runner_on_ranks(c->model, r, c->tp_size, c->ep_size ? c->ep_size : 1, why,
+                                    why_bytes);
+}
+
+/* With --tp-size: the runners that could do what the ranks would hold. */
+static void print_ranks(const check *c)
+{
+    char why[256];
+    printf("\n  %-9s runner on ranks, --tp-size %u --ep-size %u\n", "", c->tp_size,
+           c->ep_size ? c->ep_size : 1);
+    for (const nbi_moe_runner_ops *const *r = nbi_moe_runners(); *r; r++) {
+        const bool yes = on_ranks(c, *r, why, sizeof why);
+        printf("  %-9s %-52s %s\n", yes ? "ok" : "not here", (*r)->name, yes ? "" : why);
+    }
+}
+
+static json_t *ranks_json(const check *c)
+{
+    char why[256];
+    json_t *all = json_array();
+    for (const nbi_moe_runner_ops *const *r = nbi_moe_runners(); c->tp_size && *r; r++) {
+        const bool yes = on_ranks(c, *r, why, sizeof why);
+        json_array_append_new(all, json_pack("{s:s, s:b, s:s}", "name", (*r)->name, "supported",
+                                             yes, "why", yes ? "" : why));
+    }
+    return all;
+}
+
 static void print_json(const check *c, nb_status st, const nb_error *err)
 {
     char why[256];
@@ -230,11 +262,11 @@ static void print_json(const check *c, nb_status st, const nb_error *err)
         json_array_append_new(names, json_pack("{s:s, s:b, s:s}", "name", *n, "supported", yes,
                                                "why", yes ? "" : why));
     }
-    json_t *root =
-        json_pack("{s:s, s:s, s:s, s:f, s:b, s:s, s:O, s:o}", "model", c->like ? c->like : c->dir,
-                  "device", c->b->description, "runner", nbi_model_runner(c->model),
-                  "read_bandwidth", c->rate, "ok", st == NB_OK, "failure",
-                  st == NB_OK ? "" : err->text, "results", c->results, "attention_names", names);
+    json_t *root = json_pack(
+        "{s:s, s:s, s:s, s:f, s:b, s:s, s:O, s:o, s:o}", "model", c->like ? c->like : c->dir,
+        "device", c->b->description, "runner", nbi_model_runner(c->model), "read_bandwidth",
+        c->rate, "ok", st == NB_OK, "failure", st == NB_OK ? "" : err->text, "results", c->results,
+        "attention_names", names, "runners_on_ranks", ranks_json(c));
     char *dump = json_dumps(root, JSON_INDENT(2) | JSON_REAL_PRECISION(9));
     if (dump) puts(dump);
     nbi_free(dump); /* jansson allocates through base/mem.h */
@@ -260,6 +292,7 @@ static nb_status run(check *c, nb_error *err)
         print_json(c, st, err);
     else
         print_names(c);
+    if (!c->json && c->tp_size) print_ranks(c);
     return st;
 }
 
@@ -279,6 +312,12 @@ int nbi_cmd_check(int argc, char **argv)
          "auto (default): a GPU where there is one; cpu, cuda", false},
         {"moe-runner-backend", NBI_OPT_STRING, &c.runner, "NAME",
          "all (default), auto: the one that serve takes, or a name", false},
+        {"tp-size", NBI_OPT_U32, &c.tp_size, "N",
+         "say also which runners could do what N ranks would hold;\nthe rest of the check is of "
+         "one",
+         false},
+        {"ep-size", NBI_OPT_U32, &c.ep_size, "M", "whole experts in M parts of them (default 1)",
+         false},
         NBI_TUNE_OPTION_ROW(c.tune_file),
         NBI_ATTENTION_OPTION_ROWS(c.attention.backend, c.attention.prefill, c.attention.decode,
                                   c.attention.sparse_prefill, c.attention.sparse_decode),
@@ -294,11 +333,17 @@ int nbi_cmd_check(int argc, char **argv)
     };
     int status = nbi_cli_parse(&command, options, argc, argv, NULL);
     if (status >= 0) return status;
+    nbi_shard shard;
+    nb_error err;
+    if (c.tp_size > NBI_RANKS_MAX || (c.ep_size && !c.tp_size))
+        return nbi_cli_usage(&command, "--tp-size is %u; expected 1 to %u", c.tp_size,
+                             NBI_RANKS_MAX);
+    if (c.tp_size && nbi_shard_make(&shard, 0, c.tp_size, c.ep_size, &err) != NB_OK)
+        return nbi_cli_usage(&command, "--ep-size: %s", err.text);
     if (c.dir && c.like) return nbi_cli_usage(&command, "give one of --model and --like");
     if (strcmp(c.activations, "weight-only") && strcmp(c.activations, "w4a4"))
         return nbi_cli_usage(&command, "--activations: \"%s\"; expected weight-only or w4a4",
                              c.activations);
-    nb_error err;
     nbi_cli_log_start(NB_LOG_WARN);
     c.results = json_array();
     nb_status st = open_all(&c, &err);

@@ -39,6 +39,11 @@ typedef struct nbi_gate_options {
  * wrong: which, error and bound. */
 nb_status nbi_gate_run(nbi_model *m, const nbi_gate_options *opt, nb_error *err);
 
+/* Could this runner do what each of tp_size ranks would hold of every layer's experts? `m` is on
+ * one rank; ep_size divides tp_size. When not, `why` names the first rank and the reason. */
+bool nbi_gate_runner_on_ranks(const nbi_model *m, const nbi_moe_runner_ops *r, uint32_t tp_size,
+                              uint32_t ep_size, char *why, size_t why_bytes);
+
 #ifdef __cplusplus
 }
 #endif

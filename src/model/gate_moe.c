@@ -8,6 +8,7 @@
 #include <string.h>
 
 #include "model/gate_parts.h"
+#include "model/split.h"
 #include "moe/runners.h"
 
 #define BASES      2u
@@ -380,4 +381,29 @@ nb_status nbi_gate_moe(nbi_gate *g, nb_error *err)
     if (st == NB_OK) st = try_runners(&c, err);
     close_case(&c);
     return st;
+}
+
+bool nbi_gate_runner_on_ranks(const nbi_model *m, const nbi_moe_runner_ops *r, uint32_t tp_size,
+                              uint32_t ep_size, char *why, size_t why_bytes)
+{
+    char reason[200];
+    for (uint32_t rank = 0; rank < tp_size; rank++) {
+        nbi_shard shard;
+        if (nbi_shard_make(&shard, rank, tp_size, ep_size, NULL) != NB_OK) return false;
+        for (uint32_t l = 0; l < m->n_layers; l++) {
+            if (!m->layers[l].moe.prepared) continue;
+            nbi_moe_shape s = m->layers[l].moe.experts.shape;
+            const nbi_weight_kind kinds[3] = {s.kind_gate_up, s.kind_gate_up, s.kind_down};
+            s.n_experts = nbi_split_part(s.n_experts, 1, shard.ep_rank, shard.ep_size).n;
+            s.inter = nbi_split_inter(s.inter, kinds, nbi_shard_moe_rank(&shard),
+                                      nbi_shard_moe_size(&shard))
+                          .n;
+            if (!s.n_experts || !s.inter) continue; /* a rank that adds nothing runs nothing */
+            if (r->supports(m->b, &s, reason, sizeof reason)) continue;
+            snprintf(why, why_bytes, "rank %u, %u experts of %u columns: %s", rank, s.n_experts,
+                     s.inter, reason);
+            return false;
+        }
+    }
+    return true;
 }

@@ -50,11 +50,14 @@ def trained(model_dir):
 
 
 @pytest.fixture(scope="session")
-def serve(nibble_bin, model_dir):
+def serve(nibble_bin, model_dir, request):
     """Starts servers that end with the session at the latest: serve(*options)."""
     servers = []
+    ranks = request.config.getoption("--ranks")
 
     def start(*options, model=model_dir, **kwargs):
+        if ranks > 1 and "--tp-size" not in options:
+            options = ("--tp-size", str(ranks), *options)
         servers.append(Server(nibble_bin, model, *options, **kwargs))
         return servers[-1]
 

@@ -87,3 +87,17 @@ def test_refusals(check, options, says):
 def test_model_and_like(check):
     done = check("--model", "x", "--like", "glm-5")
     assert done.returncode == 2 and "--like" in done.stderr
+
+
+def test_runners_on_ranks(check, repo):
+    """A runner that cannot do what a rank would hold is named with the rank and the reason."""
+    model = ("--model", repo / "models" / "glm5-tiny", "--moe-runner-backend", "auto")
+    done = check(*model, "--tp-size", "4", "--ep-size", "2", "--json")
+    assert done.returncode == 0, done.stderr
+    runners = {r["name"]: r for r in json.loads(done.stdout)["runners_on_ranks"]}
+    assert runners["cpu"]["supported"] and runners["reference"]["supported"]
+    assert not runners["cuda"]["supported"] and runners["cuda"]["why"].startswith("rank 0, ")
+    text = check(*model, "--tp-size", "4").stdout
+    assert "runner on ranks, --tp-size 4 --ep-size 1" in text
+    assert check(*model, "--tp-size", "4", "--ep-size", "3").returncode == 2
+    assert check(*model, "--ep-size", "2").returncode == 2

@@ -1,6 +1,7 @@
 """A server of several ranks: the same answers as one rank, cancels, ends in order."""
 
 import json
+import concurrent.futures
 import os
 import random
 import re
@@ -46,6 +47,37 @@ def test_same_answers(serve, alone, options):
     assert server.stop() == 0, server.log
     assert not gone(processes) and leftovers() <= before
     assert "rank 1" not in server.log, server.log # nothing to warn of, and one report
+
+
+def first_words(n):
+    rng = random.Random(200)
+    words = "the a two three list of numbers what is 7 + 12 tell me story about why do cats sleep then and so , . : ( user x = y".split()
+    return [" ".join(rng.choice(words) for _ in range(rng.randrange(1, 60))) for _ in range(n)]
+
+
+def test_many_prompts(serve, request):
+    """Greedy tokens of one rank and of two are equal up to a near tie, after which the texts are of no use to each other."""
+    prompts = first_words(200 if request.config.getoption("--long") else 12)
+    told = []
+    for ranks in ("1", "2"):
+        server = serve(*EXACT, "--tp-size", ranks)
+        with concurrent.futures.ThreadPoolExecutor(8) as pool:
+            told.append(list(pool.map(lambda p: completion(server, p, logprobs=2)["logprobs"], prompts)))
+        assert server.stop() == 0
+    ties = 0
+    for prompt, one, two in zip(prompts, *told):
+        for i, (a, b) in enumerate(zip(one["tokens"], two["tokens"])):
+            assert abs(one["token_logprobs"][i] - two["token_logprobs"][i]) <= 1e-3
+            if a == b:
+                continue
+            best, second = sorted(one["top_logprobs"][i].values(), reverse=True)[:2]
+            assert best - second <= 1e-3, (prompt, i, one["top_logprobs"][i], two["top_logprobs"][i])
+            ties += 1
+            break
+        else:
+            assert one["tokens"] == two["tokens"]
+    print(f"{len(prompts)} prompts, {ties} near ties")
+    assert ties <= len(prompts) // 20
 
 
 def test_fewer_experts(serve):
