@@ -245,7 +245,8 @@ static void write_roofline(nbi_document *d, const json_t *r)
     size_t i;
     if (!s) return;
     nbi_document_text(d,
-                      "%.3f MB a step, at least %.3f ms a token, at the bandwidth measured here.",
+                      "%.3f MB a step without a cache, at least %.3f ms a token, at the bandwidth "
+                      "measured here.",
                       1e-6 * number(s, "bytes_per_step"), number(s, "floor_ms"));
     nbi_document_table(d, "component\t>MB\t>MFLOP\t>floor us");
     json_array_foreach(json_object_get(s, "components"), i, row) if (number(row, "bytes") > 0)
@@ -255,7 +256,6 @@ static void write_roofline(nbi_document *d, const json_t *r)
     nbi_document_table_end(d);
 }
 
-/* Every path with its largest share of its bound. */
 static void write_check(nbi_document *d, const json_t *r)
 {
     const json_t *s = section(d, r, "check", "Are the kernels right"), *row;
@@ -263,14 +263,14 @@ static void write_check(nbi_document *d, const json_t *r)
     if (!s) return;
     nbi_document_text(d, json_is_true(json_object_get(s, "ok")) ? "All are." : "No: %s",
                       string(s, "failure"));
-    nbi_document_table(d, "kind\tpath\t>rows\t>context\t>error\t>bound\t");
+    nbi_document_table(d, "kind\tpath\twhere\t>rows\t>context\t>error\t>bound\t");
     json_array_foreach(json_object_get(s, "results"), i, row)
     {
         if (!json_is_true(json_object_get(row, "supported"))) continue;
         ran++;
-        nbi_document_row(d, "%s\t%s\t%.0f\t%.0f\t%.2g\t%.2g\t%s", string(row, "kind"),
-                         string(row, "path"), number(row, "rows"), number(row, "context"),
-                         number(row, "error"), number(row, "bound"),
+        nbi_document_row(d, "%s\t%s\t%s\t%.0f\t%.0f\t%.2g\t%.2g\t%s", string(row, "kind"),
+                         string(row, "path"), string(row, "where"), number(row, "rows"),
+                         number(row, "context"), number(row, "error"), number(row, "bound"),
                          json_is_true(json_object_get(row, "ok")) ? "ok" : "WRONG");
     }
     nbi_document_table_end(d);

@@ -73,7 +73,7 @@ static void nodes(const nbi_facts *f, nbi_verdicts *v)
             ->setting = "numactl --interleave=all nibble serve ... spreads the weights over all "
                         "channels; firmware: NPS1, or sub-NUMA clustering off";
     else
-        nbi_judge(v, NBI_FINDING_OK, "", source, "one node, %.1f GB", GB(most));
+        nbi_judge(v, NBI_FINDING_OK, "", source, "one node");
 }
 
 static void modules(const nbi_facts *f, nbi_verdicts *v)

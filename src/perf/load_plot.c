@@ -84,8 +84,9 @@ static void gaps_over_time(points *p, gap *gaps, double step)
 static void collect(points *p, const nbi_load_result *result, gap *gaps)
 {
     const double duration = fmax(seconds(result, result->end_ns), 1e-9);
-    /* Steps of at least a tenth of a second, so that they hold several tokens. */
-    p->n_times = (size_t)fmin(N_TIMES, fmax(1, ceil(duration / 0.1)));
+    /* Steps that hold several tokens: of a tenth of a second, or with 64 gaps. */
+    p->n_times =
+        (size_t)fmin(N_TIMES, fmax(1, fmax(ceil(duration / 0.1), floor((double)p->n_itl / 64))));
     const double step = duration / (double)p->n_times;
     size_t n_ttft = 0, n_itl = 0;
     for (size_t t = 0; t < p->n_times; t++) p->at[t] = (double)t * step;
