@@ -97,6 +97,8 @@ typedef void (*nb_progress)(void *user, uint64_t done_bytes, uint64_t total_byte
 /* Processes that run one model together. Made by the program; its calls are not public. */
 typedef struct nbi_comm nb_ranks;
 
+#define NB_TIMING_USUAL UINT32_MAX
+
 typedef struct nb_engine_options {
     const char *model_dir;   /* folder in Hugging Face layout; required */
     const char *device;      /* "auto" (a GPU where there is one), "cpu", "cuda" */
@@ -142,7 +144,8 @@ typedef struct nb_engine_options {
         check_kernels; /* compare kernels with sums in double first; NB_NUMERIC when one is wrong */
     bool disable_prefix_cache; /* do not keep pages for requests that begin alike */
     uint32_t timing_interval;  /* every so-manieth step is timed for nb_engine_get_components(); 0
-                                  (default), and always on a GPU: only those of profiles */
+                                  (default): only those of profiles; NB_TIMING_USUAL: every 64th on
+                                  a CPU, on a GPU none */
     nb_progress progress;      /* optional */
     void *progress_user;
     /* The ranks that run the model together; borrowed, outlives the engine. Every rank opens an
@@ -323,8 +326,8 @@ typedef struct nb_profile_options {
     bool by_stage;       /* until there are n_steps of decode and n_steps with prompts in them */
 } nb_profile_options;
 
-/* From the next step on every operator is timed. Costs little on a CPU; on a GPU steps are launched
- * operator by operator, not replayed as a graph. NB_BUSY: a profile runs. One that has taken its
+/* From the next step on every operator is timed. Costs little on a CPU; on a GPU with
+ * disable_cuda_graph steps take longer. NB_BUSY: a profile runs. One that has taken its
  * n_steps and was not stopped is forgotten. */
 nb_status nb_engine_profile_start(nb_engine *engine, const nb_profile_options *options,
                                   nb_error *error);

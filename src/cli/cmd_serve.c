@@ -23,7 +23,6 @@
 #define AT_ONCE_WAIT_MS 300 /* for the error events of cut requests */
 #define DRAIN_SECONDS   25  /* below the 30 s that Kubernetes waits */
 #define DRAIN_TICK_NS   20000000
-#define TIMING_INTERVAL 64
 #define LOST_TICK_NS    50000000 /* between two looks at the other ranks */
 #define LOST_WAIT_MS    3000     /* for clients to be told that a rank is lost */
 
@@ -281,7 +280,7 @@ int nbi_cmd_serve(int argc, char **argv)
     nbi_http_options_init(&http, &s.options);
     nbi_run_options_init(&s.model, "info");
     char **kept = nbi_ranks_keep(argc, argv);
-    s.model.engine.timing_interval = TIMING_INTERVAL;
+    s.model.engine.timing_interval = NB_TIMING_USUAL;
     const nbi_opt options[] = {
         NBI_RUN_OPTION_ROWS(&s.model),
         NBI_RANKS_OPTION_ROWS(&s.ranks),
@@ -317,7 +316,7 @@ int nbi_cmd_serve(int argc, char **argv)
          "/stop_profile is the profile, and nothing is written",
          false},
         {"timing-interval", NBI_OPT_U32, &s.model.engine.timing_interval, "N",
-         "on a CPU every N-th step is timed by component for /metrics; 0: none (default 64)",
+         "every N-th step is timed by component for /metrics; 0: none (default 64, on a GPU 0)",
          false},
         {"memory-bandwidth", NBI_OPT_F64, &s.bandwidth, "B",
          "bytes per second that plain reads get, for shares of the floor (default: measured,\n"

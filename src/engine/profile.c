@@ -9,8 +9,9 @@
 #include "backend/timing_report.h"
 #include "base/json.h"
 
-#define EVENTS     ((uint32_t)1 << 17) /* kept: some 150 steps of a large model, 30 MB of JSON */
-#define READ_BYTES ((size_t)2 << 30)
+#define EVENTS       ((uint32_t)1 << 17) /* kept: some 150 steps of a large model, 30 MB of JSON */
+#define CPU_INTERVAL 64u
+#define READ_BYTES   ((size_t)2 << 30)
 
 static void name_components(nb_component_stats *to)
 {
@@ -29,7 +30,10 @@ nb_status nbi_profile_init(nb_engine *e, nb_error *err)
     pthread_mutex_init(&p->lock, NULL);
     pthread_cond_init(&p->idle, NULL);
     name_components(&p->totals);
-    if (!nbi_timing_on_device(p->timing)) p->interval = e->options.timing_interval;
+    p->interval = e->options.timing_interval;
+    if (p->interval == NB_TIMING_USUAL)
+        p->interval = nbi_timing_on_device(p->timing) ? 0 : CPU_INTERVAL;
+    if (p->interval) NB_TRY(nbi_timing_open_clock(p->timing, err));
     atomic_store(&p->wanted, p->interval > 0);
     return NB_OK;
 }
