@@ -47,7 +47,7 @@ static double round_step(double range)
 
 static void linear_axis(axis *a, double top)
 {
-    /* From zero, unless that leaves little of the height; a level line lies in the middle of it. */
+    /* From zero, unless that leaves little of the height. A level line would lie on the axis. */
     if (a->low > 0 && (a->low < a->high * 0.7 || !(a->high > a->low))) a->low = 0;
     if (top > 0) a->high = top;
     if (!(a->high > a->low)) a->high = a->low + (a->low != 0 ? fabs(a->low) * 0.1 : 1);

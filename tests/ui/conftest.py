@@ -1,4 +1,6 @@
-"""The web page in a real browser: Chromium of the distribution, driven by Playwright. Without one the tests are skipped.
+"""The web page in a real browser, driven by Playwright: Debian's Chromium, Google's Chrome, or Playwright's own (`playwright install
+chromium`). Without one the tests are skipped, with the reason: Ubuntu has Chromium as a snap only, which cannot be installed by a test
+and keeps to folders of its own.
 
 The page's policy forbids eval(), so waiting is by locators (expect), not by wait_for_function().
 """
@@ -13,18 +15,25 @@ import pytest
 from playwright.sync_api import expect, sync_playwright
 from server_fixtures import model_dir, sanitized, serve
 
-CHROMIUM = shutil.which("chromium") or "/usr/bin/chromium"
+PROGRAMS = ["chromium", "google-chrome-stable", "google-chrome"]
 expect.set_options(timeout=60_000)
+
+
+def find_chromium(playwright):
+    """Path of a Chromium, or None. Snaps do not count: what `chromium` runs there cannot see the test's profile."""
+    paths = [shutil.which(name) for name in PROGRAMS] + [playwright.chromium.executable_path]
+    return next((p for p in paths if p and pathlib.Path(p).exists() and not p.startswith("/snap/")), None)
 
 
 # Not of the session: Playwright's event loop would be in the way of asynchronous tests behind these.
 @pytest.fixture(scope="module")
 def browser():
-    if not pathlib.Path(CHROMIUM).exists():
-        pytest.skip("needs Debian's package chromium; the one of Ubuntu is a snap, which a test does not install")
     sandbox = ["--no-sandbox"] if os.geteuid() == 0 else []  # Chromium's own does not start as root
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=[*sandbox, "--disable-dev-shm-usage"])
+        chromium = find_chromium(playwright)
+        if not chromium:
+            pytest.skip("no Chromium: Debian's package chromium, Google's Chrome, or `playwright install chromium` (Ubuntu's is a snap)")
+        browser = playwright.chromium.launch(executable_path=chromium, args=[*sandbox, "--disable-dev-shm-usage"])
         yield browser
         browser.close()
 
