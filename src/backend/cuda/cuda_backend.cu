@@ -313,6 +313,12 @@ static bool settle(nbi_cuda *c)
     return fine;
 }
 
+/* Can launches be stamped? Otherwise a timed step has events around its operators. */
+static bool stamps(const nbi_cuda *c)
+{
+    return c->graphs && c->rt.sm >= 90;
+}
+
 /* Copies that carry a step in and out are outside of what is recorded: they are of this batch. */
 static bool cuda_step_begin(nbi_backend *b, const nbi_batch *host, uint32_t pass,
                             const nbi_batch **device)
@@ -328,9 +334,9 @@ static bool cuda_step_begin(nbi_backend *b, const nbi_batch *host, uint32_t pass
     c->n_steps++;
     c->in_step = true;
     c->rt.skips = false;
-    if (!c->graphs || host->n_rows > NBI_CUDA_GRAPH_ROWS) return true;
-    const nbi_cuda_key key = {host->n_rows, host->n_seqs, host->n_logit_rows, c->batch.max_len,
-                              pass};
+    if (!c->graphs || (c->timed && !stamps(c)) || host->n_rows > NBI_CUDA_GRAPH_ROWS) return true;
+    const nbi_cuda_key key = {host->n_rows,     host->n_seqs, host->n_logit_rows,
+                              c->batch.max_len, pass,         c->rt.stamps};
     nbi_cuda_graph *g = find_recorded(c, key);
     const bool first = g->used == 0;
     g->used = c->n_steps;
@@ -377,28 +383,29 @@ static nb_status cuda_sync(nbi_backend *b, nb_error *err)
 static nb_status clock_open(nbi_backend *b, uint32_t n_marks, nb_error *err)
 {
     nbi_cuda *c = nbi_cuda_of(b);
-    if (!c->graphs && nbi_rt_clock_open(&c->rt, n_marks)) return NB_OK;
-    if (c->graphs && !c->clock_at)
+    if (!stamps(c) && nbi_rt_clock_open(&c->rt, n_marks)) return NB_OK;
+    if (stamps(c) && !c->clock_at)
         c->clock_at = static_cast<uint32_t *>(nbi_calloc(n_marks, sizeof *c->clock_at));
     if (c->clock_at && nbi_rt_stamps_open(&c->rt)) return NB_OK;
     return nbi_fail(err, NB_NO_MEMORY, "cuda: no memory for %u marks", n_marks);
 }
 
-/* A step that is recorded, or whose launches overlap, stays so: its launches are stamped. Otherwise
- * events stand around operators. */
+/* A step that is recorded, or whose launches overlap, stays so where launches can be stamped. */
 static void clock_on(nbi_backend *b, bool on)
 {
     nbi_cuda *c = nbi_cuda_of(b);
     nbi_cuda_flush(c);
     c->timed = on;
-    if (on && c->graphs) nbi_rt_stamps_clear(&c->rt);
+    c->rt.stamps = false;
+    if (on && stamps(c)) nbi_rt_stamps_clear(&c->rt);
+    c->rt.stamps = on && stamps(c);
 }
 
 /* Within a step a mark is the launch that comes next, which begins where what was before ends. */
 static void clock_mark(nbi_backend *b, uint32_t i)
 {
     nbi_cuda *c = nbi_cuda_of(b);
-    if (!c->graphs)
+    if (!stamps(c))
         nbi_rt_clock_mark(&c->rt, i);
     else
         c->clock_at[i] = c->in_step ? c->rt.n_stamps : nbi_rt_stamp(&c->rt);
@@ -415,7 +422,7 @@ static uint64_t clock_launches(const nbi_backend *b, bool *waits)
 static uint64_t clock_ns(nbi_backend *b, uint32_t from, uint32_t to)
 {
     nbi_cuda *c = nbi_cuda_of(b);
-    if (!c->graphs) return nbi_rt_clock_ns(&c->rt, from, to);
+    if (!stamps(c)) return nbi_rt_clock_ns(&c->rt, from, to);
     const uint64_t begin = nbi_rt_stamp_ns(&c->rt, c->clock_at[from]);
     const uint64_t end = nbi_rt_stamp_ns(&c->rt, c->clock_at[to]);
     return end > begin ? end - begin : 0;

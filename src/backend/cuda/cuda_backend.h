@@ -23,7 +23,7 @@
 
 /* What a recorded step depends on. */
 struct nbi_cuda_key {
-    uint32_t n_rows, n_seqs, n_logit_rows, max_len, pass;
+    uint32_t n_rows, n_seqs, n_logit_rows, max_len, pass, stamped;
 };
 
 struct nbi_cuda_graph {

@@ -656,23 +656,40 @@ NBI_DEV void nbi_wgmma(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b, bo
 
 /* ---------------------------------------------------------------- programmatic dependent launch */
 
-/* When launches began: one entry for each, in their order, while the host wants to know. */
-#define NBI_STAMPS 16384u
+/* When launches of one file of kernels began, those that are to be stamped (runtime.h). Every file
+ * has its own under nvcc, so that the address is in the code: a pointer would have to be read, and
+ * cost each launch 0.4 us, stamped or not. */
+#define NBI_STAMPS 4096u
 struct nbi_stamps {
-    uint32_t n; /* launches since it was cleared; those behind NBI_STAMPS are not noted */
+    uint32_t n; /* since it was cleared; those behind NBI_STAMPS are not noted */
     uint32_t pad;
     uint64_t ns[NBI_STAMPS]; /* the device's clock */
 };
 
-/* NULL: not wanted. Every file of kernels has its own under nvcc; runtime.cu sets them all. */
 #if NBI_EMULATED
-extern nbi_stamps *nbi_stamps_here;
+extern nbi_stamps nbi_stamps_here;
+extern bool nbi_emu_stamped; /* this launch */
 uint64_t nbi_emu_ns();
 #else
-static __constant__ nbi_stamps *nbi_stamps_here;
-bool nbi_rt_knows_stamps(const void *constant);
+static __device__ nbi_stamps nbi_stamps_here;
+bool nbi_rt_knows_stamps(const void *symbol);
 [[maybe_unused]] static const bool nbi_stamps_known = nbi_rt_knows_stamps(&nbi_stamps_here);
 #endif
+
+/* Is this launch to be stamped? The sign is a cluster dimension of 1, 1, 1: no memory is read. */
+NBI_DEV bool nbi_is_stamped()
+{
+#if NBI_EMULATED
+    return nbi_emu_stamped;
+#elif NBI_SM90
+    uint32_t yes;
+    asm volatile("{.reg .pred p; mov.pred p, %%is_explicit_cluster; selp.u32 %0, 1, 0, p;}"
+                 : "=r"(yes));
+    return yes != 0;
+#else
+    return false;
+#endif
+}
 
 NBI_DEV uint64_t nbi_device_ns()
 {
@@ -691,13 +708,13 @@ NBI_DEV uint64_t nbi_device_ns()
  * it here: it takes its number while it waits. */
 NBI_DEV void nbi_wait_before()
 {
-    const bool first = (threadIdx.x | threadIdx.y | blockIdx.x | blockIdx.y | blockIdx.z) == 0;
-    nbi_stamps *const stamps = first ? nbi_stamps_here : nullptr;
-    const uint32_t i = stamps ? atomicAdd(&stamps->n, 1u) : NBI_STAMPS;
+    uint32_t i = NBI_STAMPS;
+    if (nbi_is_stamped() && (threadIdx.x | threadIdx.y | blockIdx.x | blockIdx.y | blockIdx.z) == 0)
+        i = atomicAdd(&nbi_stamps_here.n, 1u);
 #if !NBI_EMULATED && NBI_SM90
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
-    if (i < NBI_STAMPS) stamps->ns[i] = nbi_device_ns();
+    if (i < NBI_STAMPS) nbi_stamps_here.ns[i] = nbi_device_ns();
 }
 
 /* The next kernel may start its prologue. */

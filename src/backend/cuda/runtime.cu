@@ -6,6 +6,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include <algorithm>
+
 struct nbi_rt_graph {
     cudaGraph_t graph;
     cudaGraphExec_t exec;
@@ -69,22 +71,27 @@ static bool read_device(nbi_rt *rt)
 
 /* ---------------------------------------------------------------- stamps */
 
-#define CONSTANTS 64
+#define FILES 64
 
-static const void *constants[CONSTANTS]; /* nbi_stamps_here of every file of kernels */
-static int n_constants;
+static const void *symbols[FILES]; /* nbi_stamps_here of every file of kernels */
+static uint32_t n_symbols;
 
-bool nbi_rt_knows_stamps(const void *constant)
+struct stamps_of {
+    nbi_stamps *file[FILES];
+};
+
+struct nbi_rt_stamps {
+    stamps_of device;
+    nbi_stamps *host;       /* [n_symbols], pinned */
+    uint64_t *ns;           /* [NBI_STAMPS * n_symbols] */
+    uint32_t n, n_launches; /* of ns; launches when it was fetched */
+};
+
+bool nbi_rt_knows_stamps(const void *symbol)
 {
-    if (n_constants == CONSTANTS) abort();
-    constants[n_constants++] = constant;
+    if (n_symbols == FILES) abort();
+    symbols[n_symbols++] = symbol;
     return true;
-}
-
-static void point_at(nbi_rt *rt, nbi_stamps *stamps)
-{
-    for (int i = 0; i < n_constants; i++)
-        ok(rt, "stamps", cudaMemcpyToSymbol(constants[i], &stamps, sizeof stamps));
 }
 
 static __global__ void stamp_kernel()
@@ -92,33 +99,81 @@ static __global__ void stamp_kernel()
     nbi_wait_before();
 }
 
-bool nbi_rt_stamps_open(nbi_rt *rt)
+static __global__ void clear_stamps_kernel(const stamps_of of)
 {
-    if (rt->stamps) return true;
-    void *host = nbi_rt_alloc_host(rt, sizeof(nbi_stamps));
-    void *device = host ? nbi_rt_alloc(rt, sizeof(nbi_stamps)) : NULL;
-    if (!device) {
-        nbi_rt_free_host(rt, host);
-        return false;
-    }
-    rt->stamps_host = static_cast<nbi_stamps *>(host);
-    rt->stamps = static_cast<nbi_stamps *>(device);
-    if (nbi_rt_sync(rt)) point_at(rt, rt->stamps);
-    return true;
+    nbi_wait_before();
+    of.file[threadIdx.x]->n = 0;
+}
+
+static __global__ void fetch_stamps_kernel(const stamps_of of, nbi_stamps *to)
+{
+    nbi_wait_before();
+    const nbi_stamps *from = of.file[blockIdx.x];
+    const uint32_t n = from->n;
+    for (uint32_t i = threadIdx.x; i < n && i < NBI_STAMPS; i += blockDim.x)
+        to[blockIdx.x].ns[i] = from->ns[i];
+    if (threadIdx.x == 0) to[blockIdx.x].n = n;
 }
 
 static void close_stamps(nbi_rt *rt)
 {
-    if (nbi_rt_sync(rt)) point_at(rt, NULL);
-    nbi_rt_free(rt, rt->stamps);
-    nbi_rt_free_host(rt, rt->stamps_host);
-    rt->stamps = rt->stamps_host = NULL;
+    nbi_rt_free_host(rt, rt->stamped->host);
+    free(rt->stamped->ns);
+    free(rt->stamped);
+    rt->stamped = NULL;
+}
+
+bool nbi_rt_stamps_open(nbi_rt *rt)
+{
+    if (rt->stamped) return true;
+    nbi_rt_stamps *s = rt->stamped = (nbi_rt_stamps *)calloc(1, sizeof *s);
+    if (!s) return false;
+    s->host = (nbi_stamps *)nbi_rt_alloc_host(rt, n_symbols * sizeof *s->host);
+    s->ns = (uint64_t *)malloc(n_symbols * sizeof s->host->ns);
+    if (!s->host || !s->ns) {
+        close_stamps(rt);
+        return false;
+    }
+    for (uint32_t i = 0; i < n_symbols; i++)
+        ok(rt, "stamps", cudaGetSymbolAddress((void **)&s->device.file[i], symbols[i]));
+    return true;
+}
+
+void nbi_rt_stamps_clear(nbi_rt *rt)
+{
+    nbi_launch(rt, dim3(1), dim3(n_symbols), 0, clear_stamps_kernel, rt->stamped->device);
+    rt->n_stamps = rt->stamped->n_launches = 0;
 }
 
 uint32_t nbi_rt_stamp(nbi_rt *rt)
 {
     nbi_launch(rt, dim3(1), dim3(1), 0, stamp_kernel);
     return rt->n_stamps - 1;
+}
+
+/* Launches began one after the other: the files' stamps by time are those of the launches. */
+static bool fetch_stamps(nbi_rt *rt)
+{
+    nbi_rt_stamps *s = rt->stamped;
+    const uint32_t launches = rt->n_stamps;
+    nbi_launch(rt, dim3(n_symbols), dim3(256), 0, fetch_stamps_kernel, s->device, s->host);
+    rt->n_stamps = s->n_launches = launches;
+    s->n = 0;
+    if (!nbi_rt_sync(rt)) return false;
+    for (uint32_t i = 0; i < n_symbols; i++) {
+        const uint32_t n = s->host[i].n < NBI_STAMPS ? s->host[i].n : NBI_STAMPS;
+        memcpy(s->ns + s->n, s->host[i].ns, n * sizeof *s->ns);
+        s->n += n;
+    }
+    std::sort(s->ns, s->ns + s->n);
+    return true;
+}
+
+uint64_t nbi_rt_stamp_ns(nbi_rt *rt, uint32_t i)
+{
+    nbi_rt_stamps *s = rt->stamped;
+    if (s->n_launches != rt->n_stamps && !fetch_stamps(rt)) return 0;
+    return i < s->n && s->n == rt->n_stamps ? s->ns[i] : 0;
 }
 
 bool nbi_rt_open(nbi_rt *rt)
@@ -143,7 +198,7 @@ bool nbi_rt_open(nbi_rt *rt)
 
 void nbi_rt_close(nbi_rt *rt)
 {
-    if (rt->stamps) close_stamps(rt);
+    if (rt->stamped) close_stamps(rt);
     if (rt->opened) cudaEventDestroy(rt->opened);
     if (rt->mark) cudaEventDestroy(rt->mark);
     for (cudaEvent_t &mark : rt->marks) {
@@ -286,23 +341,6 @@ uint64_t nbi_rt_clock_ns(nbi_rt *rt, uint32_t from, uint32_t to)
     if (rt->error[0]) return 0;
     ok(rt, "time", cudaEventElapsedTime(&ms, rt->clock[from], rt->clock[to]));
     return ms > 0 ? (uint64_t)((double)ms * 1e6) : 0;
-}
-
-void nbi_rt_stamps_clear(nbi_rt *rt)
-{
-    nbi_rt_zero(rt, &rt->stamps->n, sizeof rt->stamps->n);
-    rt->n_stamps = rt->n_fetched = 0;
-}
-
-uint64_t nbi_rt_stamp_ns(nbi_rt *rt, uint32_t i)
-{
-    if (i >= rt->n_stamps || i >= NBI_STAMPS) return 0;
-    if (i >= rt->n_fetched) {
-        nbi_rt_download(rt, rt->stamps_host, rt->stamps, sizeof *rt->stamps);
-        if (!nbi_rt_sync(rt)) return 0;
-        rt->n_fetched = rt->n_stamps;
-    }
-    return rt->stamps_host->n == rt->n_stamps ? rt->stamps_host->ns[i] : 0;
 }
 
 void nbi_rt_record(nbi_rt *rt)

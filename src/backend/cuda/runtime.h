@@ -35,9 +35,9 @@ struct nbi_rt {
                          nbi_wait_before() */
     uint32_t n_clock; /* marks of nbi_rt_clock_open() */
     bool skips;       /* launches and copies within the device are counted, and not done */
-    nbi_stamps *stamps, *stamps_host; /* NULL: never wanted; pinned */
-    uint32_t n_stamps;                /* launches since nbi_rt_stamps_clear() */
-    uint32_t n_fetched;               /* of stamps_host */
+    bool stamps;      /* launches are stamped */
+    struct nbi_rt_stamps *stamped; /* NULL: never wanted */
+    uint32_t n_stamps;             /* launches since nbi_rt_stamps_clear() */
 #if NBI_EMULATED
     std::vector<std::function<void()>> *record, *stream; /* stream: asked for, done by a wait */
     uint64_t *clock;                                     /* [n_clock] */
@@ -88,9 +88,11 @@ void nbi_rt_clock_mark(nbi_rt *rt, uint32_t i);
 uint64_t nbi_rt_clock_ns(nbi_rt *rt, uint32_t from, uint32_t to);
 
 /* Stamps of launches: when each began, behind its wait for the one before, which is when that one
- * had ended. Launches still overlap, and recorded ones are stamped too. open: once; false: no
- * memory. stamp: a launch that does nothing else; its number. ns: of launch i since the last clear,
- * on the device's clock; waits. 0: there is none. */
+ * had ended. Launches still overlap, and those that are recorded while `stamps` is set are stamped
+ * in every replay. For 9.0 and above.
+ * open: once; false: no memory. stamp: a launch that does nothing else; its number. ns: of launch i
+ * since the last clear, on the device's clock; waits. 0: there is none, or there were launches
+ * without a stamp in between. */
 bool nbi_rt_stamps_open(nbi_rt *rt);
 void nbi_rt_stamps_clear(nbi_rt *rt);
 uint32_t nbi_rt_stamp(nbi_rt *rt);
@@ -128,7 +130,11 @@ inline void nbi_launch(nbi_rt *rt, dim3 grid, dim3 block, size_t shared, void (*
     if (rt->skips) return;
 #if NBI_EMULATED
     const auto body = [=] { kernel(args...); };
-    nbi_rt_later(rt, [=] { nbi_emu_run(grid, block, shared, body); });
+    const bool stamped = rt->stamps;
+    nbi_rt_later(rt, [=] {
+        nbi_emu_stamped = stamped;
+        nbi_emu_run(grid, block, shared, body);
+    });
 #else
     if (shared > 16u << 10) { /* with a kernel's static memory, more than 48 KB must be asked for */
         const cudaError_t e = cudaFuncSetAttribute(
@@ -141,16 +147,23 @@ inline void nbi_launch(nbi_rt *rt, dim3 grid, dim3 block, size_t shared, void (*
         (void)cudaFuncSetAttribute((const void *)kernel,
                                    cudaFuncAttributePreferredSharedMemoryCarveout,
                                    cudaSharedmemCarveoutMaxShared);
-    cudaLaunchAttribute overlap = {};
-    overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    overlap.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchAttribute wants[2] = {};
+    unsigned n = 0;
+    if (rt->dependent) {
+        wants[n].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+        wants[n++].val.programmaticStreamSerializationAllowed = 1;
+    }
+    if (rt->stamps) {
+        wants[n].id = cudaLaunchAttributeClusterDimension;
+        wants[n++].val.clusterDim = {1, 1, 1};
+    }
     cudaLaunchConfig_t config = {};
     config.gridDim = grid;
     config.blockDim = block;
     config.dynamicSmemBytes = shared;
     config.stream = rt->stream;
-    config.attrs = &overlap;
-    config.numAttrs = rt->dependent ? 1 : 0;
+    config.attrs = wants;
+    config.numAttrs = n;
     const cudaError_t e = cudaLaunchKernelEx(&config, kernel, args...);
     if (e != cudaSuccess) nbi_rt_fail(rt, "launch of a kernel", (int)e);
 #endif

@@ -11,7 +11,8 @@ struct nbi_rt_graph {
     std::vector<std::function<void()>> steps;
 };
 
-nbi_stamps *nbi_stamps_here;
+nbi_stamps nbi_stamps_here;
+bool nbi_emu_stamped;
 
 uint64_t nbi_emu_ns()
 {
@@ -51,10 +52,6 @@ static void catch_up(nbi_rt *rt)
 void nbi_rt_close(nbi_rt *rt)
 {
     catch_up(rt);
-    if (nbi_stamps_here == rt->stamps) nbi_stamps_here = NULL;
-    free(rt->stamps);
-    free(rt->stamps_host);
-    rt->stamps = rt->stamps_host = NULL;
     delete rt->record;
     delete rt->stream;
     rt->record = rt->stream = NULL;
@@ -168,11 +165,14 @@ static void stamp_kernel()
 
 bool nbi_rt_stamps_open(nbi_rt *rt)
 {
-    if (rt->stamps) return true;
-    rt->stamps_host = static_cast<nbi_stamps *>(nbi_rt_alloc_host(rt, sizeof(nbi_stamps)));
-    rt->stamps = static_cast<nbi_stamps *>(nbi_rt_alloc(rt, sizeof(nbi_stamps)));
-    nbi_stamps_here = rt->stamps;
-    return rt->stamps_host && rt->stamps;
+    (void)rt;
+    return true;
+}
+
+void nbi_rt_stamps_clear(nbi_rt *rt)
+{
+    nbi_rt_later(rt, [] { nbi_stamps_here.n = 0; });
+    rt->n_stamps = 0;
 }
 
 uint32_t nbi_rt_stamp(nbi_rt *rt)
@@ -181,21 +181,12 @@ uint32_t nbi_rt_stamp(nbi_rt *rt)
     return rt->n_stamps - 1;
 }
 
-void nbi_rt_stamps_clear(nbi_rt *rt)
-{
-    nbi_rt_zero(rt, &rt->stamps->n, sizeof rt->stamps->n);
-    rt->n_stamps = rt->n_fetched = 0;
-}
-
 uint64_t nbi_rt_stamp_ns(nbi_rt *rt, uint32_t i)
 {
-    if (i >= rt->n_stamps || i >= NBI_STAMPS) return 0;
-    if (i >= rt->n_fetched) {
-        nbi_rt_download(rt, rt->stamps_host, rt->stamps, sizeof *rt->stamps);
-        if (!nbi_rt_sync(rt)) return 0;
-        rt->n_fetched = rt->n_stamps;
-    }
-    return rt->stamps_host->n == rt->n_stamps ? rt->stamps_host->ns[i] : 0;
+    catch_up(rt);
+    return i < rt->n_stamps && nbi_stamps_here.n == rt->n_stamps && i < NBI_STAMPS
+               ? nbi_stamps_here.ns[i]
+               : 0;
 }
 
 void nbi_rt_record(nbi_rt *rt)
