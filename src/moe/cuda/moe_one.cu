@@ -9,9 +9,11 @@
 #include "backend/cuda/stream.h"
 #include "moe/cuda/moe_cuda.h"
 
-#define WARPS     16u
-#define UNITS_MAX 64u          /* of a block */
-#define MOST      (150u << 10) /* bytes of shared memory: down's are there beside gate_up's */
+/* Registers of both kernels fit a multiprocessor: down begins while gate_up runs. */
+#define WARPS      16u
+#define DOWN_WARPS 12u
+#define UNITS_MAX  64u          /* of a block */
+#define MOST       (150u << 10) /* bytes of shared memory: down's are there beside gate_up's */
 
 struct one_args {
     nbi_moe_weights w;
@@ -23,31 +25,30 @@ struct one_args {
     uint32_t n_tiles; /* gate_up: of all slots */
     uint32_t each;    /* units of a tile */
     uint32_t units;   /* of a block, most */
+    uint32_t group;   /* units of a copy: neighbours in a tile */
     bool x_fast;
 };
 
-/* Bytes; s with places from `base` on when it is not NULL. The barriers are s->full. */
-__host__ __device__ inline uint32_t lay_out(nbi_stream_shared *s, char *base, uint32_t units,
-                                            uint32_t x_units, uint32_t unit_bytes,
-                                            uint32_t chunk_bytes)
+/* Shared memory of a block. */
+struct one_shared {
+    uint64_t *full; /* [units] */
+    char *ring;     /* [units] */
+    float *sums;    /* [units][16] */
+    float *unit;    /* 2^e: gate_up [n_chunks], down [units] */
+};
+
+/* Bytes; with `base` also the places. */
+__host__ __device__ inline uint32_t lay_out(one_shared *s, char *base, uint32_t units,
+                                            uint32_t unit_bytes)
 {
-    uint32_t at = UNITS_MAX * 8 + 64;
+    uint32_t at = UNITS_MAX * 8;
     s->full = reinterpret_cast<uint64_t *>(base);
-    s->zero = reinterpret_cast<uint32_t *>(base + UNITS_MAX * 8);
     s->ring = base + at;
     at += units * unit_bytes;
-    s->x = reinterpret_cast<uint32_t *>(base + at);
-    at += x_units * chunk_bytes;
     s->sums = reinterpret_cast<float *>(base + at);
     at += units * 64;
     s->unit = reinterpret_cast<float *>(base + at);
-    return at + x_units * 4;
-}
-
-/* Bytes of a chunk of x as B fragments. */
-__host__ __device__ constexpr uint32_t chunk_bytes(nbi_weight_kind kind)
-{
-    return nbi_chunk_tiles(kind) * NBI_TILE_COLS * 2;
+    return at + units * 4;
 }
 
 /* The tiles of block b are first_tile(b) ... first_tile(b + 1) - 1. */
@@ -64,103 +65,175 @@ static NBI_DEV uint32_t load_ids(const one_args &a)
     return e < a.n_experts ? e : UINT32_MAX;
 }
 
-/* One lane: asks for the unit of chunk c of row tile rt. */
+/* The group of units that a thread asks for: those that are multiplied first by the first lanes. */
+static NBI_DEV uint32_t own_group(uint32_t warp, uint32_t n_warps)
+{
+    return warp + (uint32_t)nbi_lane() * n_warps;
+}
+
+/* Tiles of n chunks from chunk c on. */
 template <nbi_weight_kind KIND>
-static NBI_DEV void ask(const one_args &a, const nbi_stream_shared &s, uint32_t u, uint32_t expert,
+static NBI_DEV uint32_t tiles_of(const one_args &a, uint32_t c, uint32_t n)
+{
+    const uint32_t left = a.w.first.n_kt - c * nbi_chunk_tiles(KIND);
+    return left < n * nbi_chunk_tiles(KIND) ? left : n * nbi_chunk_tiles(KIND);
+}
+
+/* One thread: the barrier of group q, from chunk c on, waits for its bytes. */
+template <nbi_weight_kind KIND>
+static NBI_DEV void open_group(const one_args &a, const one_shared &s, uint32_t q, uint32_t c)
+{
+    constexpr uint32_t SCALES = KIND == NBI_WEIGHT_NVFP4 ? 64u : 0u;
+    nbi_bar_init(s.full + q, 1);
+    nbi_bar_init_done();
+    nbi_bar_expect(s.full + q, tiles_of<KIND>(a, c, a.group) * (nbi_tile_bytes(KIND) + SCALES));
+}
+
+/* One thread: asks for group q, row tile rt from chunk c on. Scales first: copies arrive in order,
+ * and behind the codes of all groups they would hold up the first. */
+template <nbi_weight_kind KIND>
+static NBI_DEV void ask(const one_args &a, const one_shared &s, uint32_t q, uint32_t expert,
                         uint32_t rt, uint32_t c)
 {
     constexpr uint32_t CT = nbi_chunk_tiles(KIND), TILE = nbi_tile_bytes(KIND);
     constexpr uint32_t SCALES = KIND == NBI_WEIGHT_NVFP4 ? 64u : 0u;
-    const uint32_t kt = c * CT, left = a.w.first.n_kt - kt, n = left < CT ? left : CT;
-    const size_t tile = (size_t)rt * a.w.first.n_kt + kt, at = expert * a.w.stride;
-    char *to = s.ring + u * nbi_stream_unit_bytes(KIND);
-    nbi_bar_init(s.full + u, 1);
-    nbi_bar_init_done();
-    nbi_bar_expect(s.full + u, n * (TILE + SCALES));
-    nbi_copy_bulk(to, static_cast<const char *>(a.w.first.data) + at + tile * TILE, n * TILE,
-                  s.full + u);
+    const uint32_t n = tiles_of<KIND>(a, c, a.group);
+    const size_t tile = (size_t)rt * a.w.first.n_kt + c * CT, at = expert * a.w.stride;
+    char *to = s.ring + q * a.group * nbi_stream_unit_bytes(KIND);
     if (SCALES)
-        nbi_copy_bulk(to + CT * TILE,
+        nbi_copy_bulk(to + a.group * CT * TILE,
                       static_cast<const char *>(a.w.first.scales) + at + tile * SCALES, n * SCALES,
-                      s.full + u);
+                      s.full + q);
+    nbi_copy_bulk(to, static_cast<const char *>(a.w.first.data) + at + tile * TILE, n * TILE,
+                  s.full + q);
 }
 
-/* The sums of unit u over chunk c, with chunk x_unit of x. */
-template <nbi_weight_kind KIND>
-static NBI_DEV void multiply(const one_args &a, const nbi_stream_plan &plan,
-                             const nbi_stream_shared &s, uint32_t u, uint32_t c, uint32_t x_unit)
-{
-    constexpr uint32_t CT = nbi_chunk_tiles(KIND);
-    const char *codes = s.ring + u * nbi_stream_unit_bytes(KIND);
-    const uint32_t left = a.w.first.n_kt - c * CT;
-    const nbi_stream_x_at x = nbi_stream_x_place<1>(plan, s);
-    float p[1][4];
-    nbi_bar_wait(s.full + u, 0);
-    nbi_stream_multiply<KIND, 1>(p, codes, codes + CT * nbi_tile_bytes(KIND), left < CT ? left : CT,
-                                 {x.at + x_unit * CT * NBI_TILE_STEPS * x.step, x.step});
-    nbi_stream_put_sums<1>(s.sums + u * 16, plan, p);
-}
+/* A chunk of x as loaded by a warp: lane l has columns 4 l ... and 128 + 4 l ... */
+template <nbi_weight_kind KIND> struct one_row {
+    static constexpr uint32_t LOADS = nbi_chunk_tiles(KIND) / 2;
+    nbi_f32x4 v[LOADS];
 
-template <nbi_weight_kind KIND>
-static NBI_DEV void load_x(nbi_f32x4 *v, const one_args &a, const float *row, uint32_t c)
-{
-    constexpr uint32_t COLS = nbi_chunk_tiles(KIND) * NBI_TILE_COLS, LOADS = COLS / 128;
+    /* row NULL: zeros. */
+    NBI_DEV void load(const one_args &a, const float *row, uint32_t c)
+    {
 #pragma unroll
-    for (uint32_t k = 0; k < LOADS; k++)
-        v[k] = nbi_x_load(row, c * COLS + k * 128 + 4 * (uint32_t)nbi_lane(),
-                          row ? a.w.first.cols : 0, a.x_fast);
+        for (uint32_t k = 0; k < LOADS; k++)
+            v[k] = nbi_x_load(row, (c * LOADS + k) * 128 + 4 * (uint32_t)nbi_lane(),
+                              row ? a.w.first.cols : 0, a.x_fast);
+    }
+};
+
+/* The same as B fragments in registers; columns but the first are zero. */
+template <nbi_weight_kind KIND> struct one_x {
+    static constexpr uint32_t STEPS = nbi_chunk_tiles(KIND) * NBI_TILE_STEPS;
+    uint32_t b[STEPS][2];
+    float two_e;
+
+    NBI_DEV void make(const one_row<KIND> &x)
+    {
+        const uint32_t lane = (uint32_t)nbi_lane();
+        int e = 0;
+        if (KIND != NBI_WEIGHT_BF16) {
+            uint32_t most = 0;
+#pragma unroll
+            for (uint32_t k = 0; k < x.LOADS; k++) most = nbi_amax_bits(most, x.v[k]);
+            e = nbi_chunk_exponent(nbi_warp_max(most));
+        }
+        two_e = nbi_pow2(e);
+#pragma unroll
+        for (uint32_t k = 0; k < x.LOADS; k++) {
+            uint32_t f[2];
+            nbi_x_fragment<KIND>(f, x.v[k], nbi_pow2(-e));
+#pragma unroll
+            for (uint32_t w = 0; w < 8; w++)
+#pragma unroll
+                for (uint32_t i = 0; i < 2; i++) {
+                    const uint32_t one = __shfl_sync(NBI_FULL_MASK, f[i], (int)(4 * w + lane % 4));
+                    b[8 * k + w][i] = lane < 4 ? one : 0;
+                }
+        }
+    }
+};
+
+/* The sums of unit u, over chunk c. */
+template <nbi_weight_kind KIND>
+static NBI_DEV void multiply(const one_args &a, const one_shared &s, uint32_t u, uint32_t c,
+                             const one_x<KIND> &x)
+{
+    constexpr uint32_t CT = nbi_chunk_tiles(KIND), TILE = nbi_tile_bytes(KIND);
+    const uint32_t q = u / a.group, in = u % a.group, n = tiles_of<KIND>(a, c, 1);
+    const char *group = s.ring + q * a.group * nbi_stream_unit_bytes(KIND);
+    const char *codes = group + in * CT * TILE;
+    const char *scales = group + a.group * CT * TILE + in * CT * 64;
+    const uint32_t lane = (uint32_t)nbi_lane();
+    float p[4] = {0, 0, 0, 0};
+    nbi_bar_wait(s.full + q, 0);
+#pragma unroll
+    for (uint32_t k = 0; k < CT; k++) {
+        if (k >= n) continue;
+        nbi_tile<KIND> t;
+        nbi_stream_tile<KIND>(&t, codes, scales, k);
+#pragma unroll
+        for (uint32_t w = 0; w < NBI_TILE_STEPS; w++) {
+            uint32_t f[4];
+            t.fragment(f, w);
+            nbi_tile_mma<KIND>(p, f, x.b[k * NBI_TILE_STEPS + w]);
+        }
+    }
+    if (lane % 4 == 0)
+        *reinterpret_cast<nbi_f32x2 *>(s.sums + u * 16 + lane / 4 * 2) = {{p[0], p[2]}};
 }
 
 template <nbi_weight_kind KIND>
-static __global__ void __launch_bounds__(WARPS *NBI_WARP, 1)
+static __global__ void __launch_bounds__(WARPS *NBI_WARP, 2)
     one_gate_up_kernel(const __grid_constant__ one_args a)
 {
-    nbi_stream_shared s;
-    nbi_stream_plan plan = {};
-    plan.pad_tokens = 1;
-    lay_out(&s, nbi_shared<char>(), a.units, a.n_chunks, nbi_stream_unit_bytes(KIND),
-            chunk_bytes(KIND));
+    one_shared s;
+    lay_out(&s, nbi_shared<char>(), a.units, nbi_stream_unit_bytes(KIND));
     const uint32_t lane = (uint32_t)nbi_lane(), n_rt = a.w.first.n_rt;
     const uint32_t warp = __shfl_sync(NBI_FULL_MASK, threadIdx.x / NBI_WARP, 0);
     const uint32_t t0 = first_tile(a, blockIdx.x), n = first_tile(a, blockIdx.x + 1) - t0;
+    const uint32_t units = n * a.n_chunks, own = own_group(warp, WARPS), first = own * a.group;
+    const uint32_t own_tile = t0 + first / a.n_chunks, own_c = first % a.n_chunks;
+    if (first < units) open_group<KIND>(a, s, own, own_c);
+    __syncthreads();
     nbi_wait_before();
     nbi_let_next(); /* not before the wait: down reads the ids that we waited for */
     const uint32_t id = load_ids(a);
-    nbi_f32x4 x[nbi_chunk_tiles(KIND) / 2];
-    if (warp < a.n_chunks) load_x<KIND>(x, a, a.x, warp);
-    for (uint32_t u = warp; u < n * a.n_chunks; u += WARPS) {
-        const uint32_t tile = t0 + u / a.n_chunks;
-        const uint32_t e = __shfl_sync(NBI_FULL_MASK, id, (int)(tile / n_rt));
-        if (lane == 0 && e != UINT32_MAX) ask<KIND>(a, s, u, e, tile % n_rt, u % a.n_chunks);
-    }
-    if (threadIdx.x < 2) s.zero[threadIdx.x] = 0;
-    for (uint32_t c = warp; c < a.n_chunks; c += WARPS) {
-        if (c != warp) load_x<KIND>(x, a, a.x, c);
-        nbi_stream_put<KIND>(plan, s, c, 0, x);
-    }
+    uint32_t c = warp % a.n_chunks;
+    one_row<KIND> row_x;
+    one_x<KIND> x;
+    row_x.load(a, a.x, c);
     /* who ends a row: 8 rows of tile k */
     const uint32_t k = threadIdx.x / 8, g = threadIdx.x % 8, tile = t0 + k;
     const uint32_t slot = k < n ? tile / n_rt : 0, rt = tile % n_rt, row = rt * 8 + g;
-    const int32_t e = k < n ? nbi_load_fresh(a.ids + slot) : -1;
-    const bool ends = (uint32_t)e < a.n_experts && row < a.w.first.rows;
+    const uint32_t e = __shfl_sync(NBI_FULL_MASK, id, (int)slot);
+    const bool ends = k < n && e != UINT32_MAX && row < a.w.first.rows;
     nbi_cuda_packed m = a.w.first;
     float gate_scale = 0, up_scale = 0;
     if (ends) {
-        m = nbi_moe_expert(a.w, (uint32_t)e);
+        m = nbi_moe_expert(a.w, e);
         gate_scale = m.row_scale[rt * 16 + g];
         up_scale = m.row_scale[rt * 16 + 8 + g];
     }
-    __syncthreads();
-    for (uint32_t u = warp; u < n * a.n_chunks; u += WARPS) {
+    const uint32_t own_e = __shfl_sync(NBI_FULL_MASK, id, (int)(own_tile / n_rt & 31));
+    if (first < units && own_e != UINT32_MAX) ask<KIND>(a, s, own, own_e, own_tile % n_rt, own_c);
+    x.make(row_x);
+    for (uint32_t u = warp; u < units; u += WARPS) {
+        if (u % a.n_chunks != c) {
+            c = u % a.n_chunks;
+            row_x.load(a, a.x, c);
+            x.make(row_x);
+        }
+        if (u < a.n_chunks && lane == 0) s.unit[c] = x.two_e;
         const uint32_t at = (t0 + u / a.n_chunks) / n_rt;
-        if (__shfl_sync(NBI_FULL_MASK, id, (int)at) == UINT32_MAX) continue;
-        multiply<KIND>(a, plan, s, u, u % a.n_chunks, u % a.n_chunks);
+        if (__shfl_sync(NBI_FULL_MASK, id, (int)at) != UINT32_MAX) multiply<KIND>(a, s, u, c, x);
     }
     __syncthreads();
     if (!ends) return;
     float gate = 0, up = 0;
 #pragma unroll 4
-    for (uint32_t c = 0; c < a.n_chunks; c++) {
+    for (c = 0; c < a.n_chunks; c++) {
         const nbi_f32x2 p =
             *reinterpret_cast<const nbi_f32x2 *>(s.sums + (k * a.n_chunks + c) * 16 + g * 2);
         const nbi_f32x2 block = nbi_tile_block_scale<KIND>(m, rt, c);
@@ -170,12 +243,26 @@ static __global__ void __launch_bounds__(WARPS *NBI_WARP, 1)
     a.out[(size_t)slot * a.w.first.rows + row] = nbi_moe_swiglu(gate * gate_scale, up * up_scale);
 }
 
-/* One warp: row tile rt of the output, its sums from s.sums + first on. Slots 8 at a time: lane l
- * has slot l / 4, and rows 2 r, 2 r + 8, 2 r + 1, 2 r + 9, r = l % 4, as they lie in the sums. Then
- * the slots in their order. */
+/* Row scales of the summing lanes: lane l has slot slot0 + l / 4, rows 2 r, 2 r + 8, 2 r + 1,
+ * 2 r + 9 of row tile rt, r = l % 4. */
+static NBI_DEV nbi_f32x4 load_scales(const one_args &a, uint32_t id, uint32_t slot0, uint32_t rt)
+{
+    const uint32_t lane = (uint32_t)nbi_lane(), slot = slot0 + lane / 4;
+    const uint32_t e = __shfl_sync(NBI_FULL_MASK, id, (int)(slot & 31));
+    nbi_f32x4 scale = {{0, 0, 0, 0}};
+    if (slot >= a.top_k || e == UINT32_MAX) return scale;
+    const float *from = nbi_moe_expert(a.w, e).row_scale + rt * 16 + lane % 4 * 2;
+#pragma unroll
+    for (uint32_t i = 0; i < 4; i++) scale.v[i] = from[i / 2 + i % 2 * 8];
+    return scale;
+}
+
+/* One warp: row tile rt of the output, its sums from unit `first` on. Slots 8 at a time, as
+ * load_scales() divides them, whose values for the first 8 are `scale`; then the slots in their
+ * order. */
 template <nbi_weight_kind KIND>
-static NBI_DEV void sum_slots(const one_args &a, const nbi_stream_shared &s, uint32_t id,
-                              float weight, uint32_t rt, uint32_t first)
+static NBI_DEV void sum_slots(const one_args &a, const one_shared &s, uint32_t id, float weight,
+                              uint32_t rt, uint32_t first, nbi_f32x4 scale)
 {
     const uint32_t lane = (uint32_t)nbi_lane(), r = lane % 4;
     float sum[4] = {0, 0, 0, 0};
@@ -183,6 +270,7 @@ static NBI_DEV void sum_slots(const one_args &a, const nbi_stream_shared &s, uin
         const uint32_t slot = slot0 + lane / 4, n = a.top_k - slot0 < 8 ? a.top_k - slot0 : 8;
         const uint32_t e = __shfl_sync(NBI_FULL_MASK, id, (int)(slot & 31));
         float y[4] = {0, 0, 0, 0};
+        if (slot0 > 0) scale = load_scales(a, id, slot0, rt);
         if (slot < a.top_k && e != UINT32_MAX) {
             const nbi_cuda_packed m = nbi_moe_expert(a.w, e);
 #pragma unroll 4
@@ -195,8 +283,7 @@ static NBI_DEV void sum_slots(const one_args &a, const nbi_stream_shared &s, uin
                     y[i] = fmaf(p.v[i], s.unit[u] * block.v[i % 2], y[i]);
             }
 #pragma unroll
-            for (uint32_t i = 0; i < 4; i++)
-                y[i] *= m.row_scale[rt * 16 + 2 * r + i / 2 + i % 2 * 8];
+            for (uint32_t i = 0; i < 4; i++) y[i] *= scale.v[i];
         }
         for (uint32_t k = 0; k < n; k++) {
             const bool none = __shfl_sync(NBI_FULL_MASK, id, (int)(slot0 + k)) == UINT32_MAX;
@@ -217,49 +304,53 @@ static NBI_DEV void sum_slots(const one_args &a, const nbi_stream_shared &s, uin
 }
 
 template <nbi_weight_kind KIND>
-static __global__ void __launch_bounds__(WARPS *NBI_WARP, 1)
+static __global__ void __launch_bounds__(DOWN_WARPS *NBI_WARP, 2)
     one_down_kernel(const __grid_constant__ one_args a)
 {
-    nbi_stream_shared s;
-    nbi_stream_plan plan = {};
-    plan.pad_tokens = 1;
-    lay_out(&s, nbi_shared<char>(), a.units, a.units, nbi_stream_unit_bytes(KIND),
-            chunk_bytes(KIND));
-    const uint32_t lane = (uint32_t)nbi_lane(), n_warps = blockDim.x / NBI_WARP;
+    one_shared s;
+    lay_out(&s, nbi_shared<char>(), a.units, nbi_stream_unit_bytes(KIND));
+    const uint32_t lane = (uint32_t)nbi_lane();
     const uint32_t warp = __shfl_sync(NBI_FULL_MASK, threadIdx.x / NBI_WARP, 0);
     const uint32_t t0 = first_tile(a, blockIdx.x), n = first_tile(a, blockIdx.x + 1) - t0;
-    const uint32_t id = load_ids(a), units = n * a.each;
+    const uint32_t units = n * a.each, own = own_group(warp, DOWN_WARPS), first = own * a.group;
+    const uint32_t id = load_ids(a);
+    const uint32_t own_e = __shfl_sync(NBI_FULL_MASK, id, (int)(first % a.each / a.n_chunks));
+    if (first < units && own_e != UINT32_MAX) {
+        open_group<KIND>(a, s, own, first % a.n_chunks);
+        ask<KIND>(a, s, own, own_e, t0 + first / a.each, first % a.n_chunks);
+    }
     const float weight = nbi_float((uint32_t)nbi_load_fresh(
         reinterpret_cast<const int32_t *>(a.weights) + (lane < a.top_k ? lane : 0)));
-    for (uint32_t u = warp; u < units; u += n_warps) {
-        const uint32_t slot = u % a.each / a.n_chunks;
-        const uint32_t e = __shfl_sync(NBI_FULL_MASK, id, (int)slot);
-        if (lane == 0 && e != UINT32_MAX) ask<KIND>(a, s, u, e, t0 + u / a.each, u % a.n_chunks);
-    }
-    if (threadIdx.x < 2) s.zero[threadIdx.x] = 0;
-    __syncthreads(); /* the zeros; barriers are the warp's own */
+    nbi_f32x4 scale = {{0, 0, 0, 0}};
+    if (warp < n) scale = load_scales(a, id, 0, t0 + warp);
+    __syncthreads();
     nbi_let_next();
     nbi_wait_before();
     const auto row = [&](uint32_t u) {
         const uint32_t slot = u % a.each / a.n_chunks;
         const bool none = __shfl_sync(NBI_FULL_MASK, id, (int)slot) == UINT32_MAX;
-        return none ? nullptr : a.x + (size_t)slot * a.w.first.cols;
+        return u < units && !none ? a.x + (size_t)slot * a.w.first.cols : nullptr;
     };
-    for (uint32_t u = warp; u < units; u += 2 * n_warps) {
-        const uint32_t v = u + n_warps;
-        nbi_f32x4 x[nbi_chunk_tiles(KIND) / 2], after[nbi_chunk_tiles(KIND) / 2] = {};
-        const float *from = row(u), *then = v < units ? row(v) : nullptr;
-        load_x<KIND>(x, a, from, u % a.n_chunks);
-        if (then) load_x<KIND>(after, a, then, v % a.n_chunks);
-        nbi_stream_put<KIND>(plan, s, u, 0, x);
-        if (then) nbi_stream_put<KIND>(plan, s, v, 0, after);
-        __syncwarp();
-        if (from) multiply<KIND>(a, plan, s, u, u % a.n_chunks, u);
-        if (then) multiply<KIND>(a, plan, s, v, v % a.n_chunks, v);
+    for (uint32_t u = warp; u < units; u += 2 * DOWN_WARPS) {
+        const uint32_t v = u + DOWN_WARPS, c[2] = {u % a.n_chunks, v % a.n_chunks};
+        const float *from[2] = {row(u), row(v)};
+        one_row<KIND> x[2];
+        one_x<KIND> b;
+        x[0].load(a, from[0], c[0]);
+        x[1].load(a, from[1], c[1]);
+#pragma unroll
+        for (uint32_t j = 0; j < 2; j++) {
+            if (!from[j]) continue;
+            b.make(x[j]);
+            if (lane == 0) s.unit[u + j * DOWN_WARPS] = b.two_e;
+            multiply<KIND>(a, s, u + j * DOWN_WARPS, c[j], b);
+        }
     }
     __syncthreads();
-    for (uint32_t k = warp; k < n; k += n_warps)
-        sum_slots<KIND>(a, s, id, weight, t0 + k, k * a.each);
+    for (uint32_t k = warp; k < n; k += DOWN_WARPS) {
+        if (k != warp) scale = load_scales(a, id, 0, t0 + k);
+        sum_slots<KIND>(a, s, id, weight, t0 + k, k * a.each, scale);
+    }
 }
 
 /* ---------------------------------------------------------------- launches */
@@ -269,7 +360,8 @@ static uint32_t grid_of(const nbi_cuda *c, uint32_t n_tiles)
     return n_tiles < (uint32_t)c->rt.n_sms ? n_tiles : (uint32_t)c->rt.n_sms;
 }
 
-/* How a product is cut; its shared memory. */
+/* How a product is cut; its shared memory: so much that no multiprocessor takes two blocks of the
+ * next kernel while another has none. */
 static uint32_t divide(one_args *k, const nbi_cuda *c, const nbi_moe_weights &w, uint32_t top_k,
                        bool down)
 {
@@ -281,9 +373,11 @@ static uint32_t divide(one_args *k, const nbi_cuda *c, const nbi_moe_weights &w,
     k->n_tiles = w.first.n_rt * (down ? 1 : top_k);
     k->each = k->n_chunks * (down ? top_k : 1);
     k->units = nbi_ceil_div(k->n_tiles, grid_of(c, k->n_tiles)) * k->each;
-    nbi_stream_shared unused;
-    return lay_out(&unused, nullptr, k->units, down ? k->units : k->n_chunks,
-                   nbi_stream_unit_bytes(kind), chunk_bytes(kind));
+    k->group = nbi_stream_group(k->n_chunks, nbi_stream_unit_bytes(kind));
+    one_shared unused;
+    const uint32_t bytes = lay_out(&unused, nullptr, k->units, nbi_stream_unit_bytes(kind));
+    const uint32_t least = (uint32_t)c->rt.shared_max / (down ? 4 : 2) + 1024;
+    return bytes > least ? bytes : least;
 }
 
 bool nbi_moe_one_fits(const nbi_cuda *c, const nbi_moe_layer *l, uint32_t n_rows)
@@ -293,8 +387,9 @@ bool nbi_moe_one_fits(const nbi_cuda *c, const nbi_moe_layer *l, uint32_t n_rows
     one_args up, down;
     const uint32_t up_bytes = divide(&up, c, l->gate_up, s->top_k, false);
     const uint32_t down_bytes = divide(&down, c, l->down, s->top_k, true);
-    return up.units <= UNITS_MAX && down.units <= UNITS_MAX && up_bytes <= MOST &&
-           down_bytes <= MOST && up.units / up.n_chunks * 8 <= WARPS * NBI_WARP;
+    const uint32_t most = c->rt.shared_max < MOST ? (uint32_t)c->rt.shared_max : MOST;
+    return up.units <= UNITS_MAX && down.units <= UNITS_MAX && up_bytes <= most &&
+           down_bytes <= most && up.units / up.n_chunks * 8 <= WARPS * NBI_WARP;
 }
 
 template <nbi_weight_kind KIND>
@@ -322,8 +417,7 @@ static void launch_down(nbi_cuda *c, const nbi_moe_layer *l, const nbi_moe_args 
     k.weights = a->weights;
     k.n_experts = l->shape.n_experts;
     k.x_fast = k.w.first.cols % 4 == 0;
-    const uint32_t warps = k.units % 12 == 0 && k.units % 16 ? 12 : WARPS;
-    nbi_launch(&c->rt, dim3(grid_of(c, k.n_tiles)), dim3(warps * NBI_WARP), shared,
+    nbi_launch(&c->rt, dim3(grid_of(c, k.n_tiles)), dim3(DOWN_WARPS * NBI_WARP), shared,
                one_down_kernel<KIND>, k);
 }
 
