@@ -42,7 +42,7 @@ static void do_pending(nbi_cuda *c, const nbi_add_args *add)
     c->n_pending = 0;
     c->norm_pending = c->router_pending = c->swiglu_pending = false;
     const nbi_stream_around around = {norm ? &c->norm : NULL, swiglu ? &c->swiglu : NULL, add};
-    if (n && nbi_cuda_split_fits(c, c->pending, n))
+    if (n && !norm && !swiglu && nbi_cuda_split_fits(c, c->pending, n))
         nbi_cuda_split_linear(c, c->pending, n, add);
     else if (n)
         nbi_cuda_stream_linear(c, c->pending, n, &around);
@@ -111,10 +111,11 @@ void nbi_cuda_add_now(nbi_backend *b, const nbi_add_args *a)
     nbi_cuda_add(b, a);
 }
 
-/* Whether one call can do them; never both. */
+/* Whether one launch, or a pair, can do them. */
 static bool fit_together(const nbi_cuda *c, const nbi_linear_args *calls, uint32_t n)
 {
-    return nbi_cuda_stream_fits(c, calls, n) || nbi_cuda_split_fits(c, calls, n);
+    const bool apart = !c->norm_pending && !c->swiglu_pending;
+    return nbi_cuda_stream_fits(c, calls, n) || (apart && nbi_cuda_split_fits(c, calls, n));
 }
 
 /* Layers of the same x (q, k and v; gate and up) come one after the other: they wait for the next

@@ -1,5 +1,5 @@
-/* Linear layers of 17 to 64 tokens: too many for a block to hold all of x (stream.h), too few for
- * blocks of 64 rows and all of K to fill the device (linear_many.cu).
+/* Linear layers of 9 to 64 tokens: too many for a block to hold all of x
+ * (stream.h), too few for blocks of 64 rows and all of K to fill the device (linear_many.cu).
  *
  *   multiply  a block has one chunk of K and an equal, contiguous share of the row tiles of all
  *             matrices; it converts its chunk of x itself. A warp takes two row tiles at a time
@@ -15,8 +15,8 @@
 
 #define WARPS_MAX   11u
 #define STAGES_MAX  4u
-#define PAIR        2u  /* row tiles of a warp */
-#define LEAST       17u /* tokens */
+#define PAIR        2u /* row tiles of a warp */
+#define LEAST       9u /* tokens */
 #define ADD_THREADS 256u
 #define SCRATCH     ((size_t)16 << 20)
 
@@ -31,7 +31,7 @@ struct split_job {
 struct split_work {
     split_job jobs[NBI_CUDA_PENDING]; /* tiles of one behind those of the other */
     const float *x;
-    float *sums; /* [chunk][token][n_tiles * 16] */
+    float *sums; /* [chunk][n_tiles][token tile][lane][4] */
     float *unit; /* [chunk][token]: 2^e */
     uint32_t x_stride, n_jobs, n_tiles, n_chunks, cols, n_tokens;
     bool x_fast;
@@ -44,6 +44,12 @@ struct split_work {
         return jobs[j];
     }
 };
+
+/* Token tiles of 8 that a block multiplies. */
+static uint32_t token_tiles(uint32_t n_tokens)
+{
+    return n_tokens <= 16 ? 2 : n_tokens <= 32 ? 4 : 8;
+}
 
 /* How a launch is cut. */
 struct split_plan {
@@ -155,23 +161,19 @@ static NBI_DEV void multiply(float p[PAIR][NT][4], const char *ring, uint32_t n_
     }
 }
 
-/* Chunk sums to scratch: of a store, four tokens have eight rows in a row each. */
+/* Chunk sums to scratch, as the lanes have them. */
 template <uint32_t NT>
 static NBI_DEV void put_sums(const split_work &w, const float p[PAIR][NT][4], uint32_t tile,
                              uint32_t n_rows, uint32_t chunk)
 {
-    const uint32_t g = (uint32_t)nbi_lane() / 4, t = (uint32_t)nbi_lane() % 4;
-    const uint32_t width = w.n_tiles * NBI_TILE_ROWS;
-    float *to = w.sums + (size_t)(chunk * w.n_tokens + 2 * t) * width + tile * NBI_TILE_ROWS + g;
-    int left = (int)(w.n_tokens - 2 * t); /* tokens from there on */
+    nbi_f32x4 *to = reinterpret_cast<nbi_f32x4 *>(w.sums) +
+                    ((size_t)chunk * w.n_tiles + tile) * NT * NBI_WARP + nbi_lane();
 #pragma unroll
-    for (uint32_t n = 0; n < NT; n++, to += (size_t)8 * width, left -= 8)
+    for (uint32_t m = 0; m < PAIR; m++)
 #pragma unroll
-        for (uint32_t m = 0; m < PAIR; m++)
-#pragma unroll
-            for (uint32_t i = 0; i < 4; i++)
-                if (m < n_rows && (int)(i % 2) < left)
-                    to[i % 2 * width + m * NBI_TILE_ROWS + i / 2 * 8] = p[m][n][i];
+        for (uint32_t n = 0; n < NT; n++)
+            if (m < n_rows)
+                to[(m * NT + n) * NBI_WARP] = {{p[m][n][0], p[m][n][1], p[m][n][2], p[m][n][3]}};
 }
 
 template <nbi_weight_kind KIND, uint32_t NT>
@@ -216,38 +218,40 @@ static __global__ void __launch_bounds__(WARPS_MAX *NBI_WARP, 1)
 
 /* ---------------------------------------------------------------- sums */
 
-/* A thread has four rows of a token. */
+/* A thread has what a lane had of a row tile and a token tile: rows g and g + 8, tokens 2 t and
+ * 2 t + 1. */
 template <nbi_weight_kind KIND>
 static __global__ void __launch_bounds__(ADD_THREADS)
-    add_kernel(const __grid_constant__ split_work w)
+    add_kernel(const __grid_constant__ split_work w, uint32_t n_tt)
 {
-    const uint32_t groups = w.n_tiles * (NBI_TILE_ROWS / 4);
-    const uint32_t i = blockIdx.x * ADD_THREADS + threadIdx.x;
-    const uint32_t token = i / groups, at = i % groups, half = at % 4 / 2;
+    const uint32_t i = blockIdx.x * ADD_THREADS + threadIdx.x, lane = i % NBI_WARP;
+    const uint32_t tile = i / NBI_WARP / n_tt, token = i / NBI_WARP % n_tt * 8 + lane % 4 * 2;
+    const uint32_t at = tile < w.n_tiles ? tile : 0;
     uint32_t rt;
-    const split_job &job = w.find(at / 4, &rt);
-    const uint32_t row = rt * NBI_TILE_ROWS + at % 4 * 4;
-    const nbi_f32x4 factor = *reinterpret_cast<const nbi_f32x4 *>(job.m.row_scale + row);
+    const split_job &job = w.find(at, &rt);
+    const uint32_t row = rt * NBI_TILE_ROWS + lane / 4;
+    const float factor[2] = {job.m.row_scale[row], job.m.row_scale[row + 8]};
     nbi_let_next();
     nbi_wait_before();
-    if (token >= w.n_tokens) return;
-    const size_t width = (size_t)w.n_tiles * NBI_TILE_ROWS, step = w.n_tokens * width;
-    const float *from = w.sums + token * width + at * 4;
-    nbi_f32x4 y = {{0, 0, 0, 0}};
+    if (tile >= w.n_tiles || token >= w.n_tokens) return;
+    const size_t step = (size_t)w.n_tiles * n_tt * NBI_WARP;
+    const nbi_f32x4 *from = reinterpret_cast<const nbi_f32x4 *>(w.sums) + i;
+    const bool two = token + 1 < w.n_tokens;
+    float y[4] = {0, 0, 0, 0};
 #pragma unroll 8
     for (uint32_t c = 0; c < w.n_chunks; c++) {
-        const nbi_f32x4 p = *reinterpret_cast<const nbi_f32x4 *>(from + c * step);
-        const float unit = w.unit[c * w.n_tokens + token];
-        const float by = unit * nbi_tile_block_scale<KIND>(job.m, rt, c).v[half];
-#pragma unroll
-        for (uint32_t k = 0; k < 4; k++) y.v[k] = fmaf(p.v[k], by, y.v[k]);
+        const nbi_f32x4 p = from[c * step];
+        const float *u = w.unit + c * w.n_tokens + token;
+        const float unit[2] = {u[0], two ? u[1] : 0.0f};
+        nbi_chunk_add(y, p.v, unit, nbi_tile_block_scale<KIND>(job.m, rt, c));
     }
-    float *to = job.y + (size_t)token * job.y_stride + row;
 #pragma unroll
     for (uint32_t k = 0; k < 4; k++) {
-        if (row + k >= job.m.rows) break;
-        const float v = fmaf(y.v[k], factor.v[k], job.bias ? job.bias[row + k] : 0.0f);
-        to[k] = job.add ? to[k] + v : v;
+        const uint32_t r = row + k / 2 * 8, t = token + k % 2;
+        if (r >= job.m.rows || t >= w.n_tokens) continue;
+        const float v = fmaf(y[k], factor[k / 2], job.bias ? job.bias[r] : 0.0f);
+        float *to = job.y + (size_t)t * job.y_stride + r;
+        *to = job.add ? *to + v : v;
     }
 }
 
@@ -257,7 +261,7 @@ static split_plan plan_for(const nbi_cuda *c, nbi_weight_kind kind, uint32_t n_c
                            uint32_t n_tiles, uint32_t n_tokens)
 {
     split_plan p = {};
-    const uint32_t n_tt = n_tokens <= 32 ? 4 : 8, n_sms = (uint32_t)c->rt.n_sms;
+    const uint32_t n_tt = token_tiles(n_tokens), n_sms = (uint32_t)c->rt.n_sms;
     const uint32_t fixed = ring_at(kind, n_tt), n_pairs = nbi_ceil_div(n_tiles, PAIR);
     p.shares = n_sms / n_chunks < n_pairs ? n_sms / n_chunks : n_pairs;
     if (!p.shares || fixed >= c->rt.shared_max) return p;
@@ -276,7 +280,7 @@ static split_plan plan_for(const nbi_cuda *c, nbi_weight_kind kind, uint32_t n_c
 /* Bytes of scratch of one chunk's sums, all chunks together. */
 static size_t sum_bytes(uint32_t n_chunks, uint32_t n_tiles, uint32_t n_tokens)
 {
-    return (size_t)n_chunks * n_tokens * n_tiles * NBI_TILE_ROWS * sizeof(float);
+    return (size_t)n_chunks * n_tiles * token_tiles(n_tokens) * NBI_WARP * sizeof(nbi_f32x4);
 }
 
 size_t nbi_cuda_split_scratch(const nbi_cuda *c, const nbi_limits *limits)
@@ -296,6 +300,7 @@ bool nbi_cuda_split_fits(const nbi_cuda *c, const nbi_linear_args *calls, uint32
     const uint32_t T = calls[0].n_rows;
     if (c->rt.sm < 90 || !n || n > NBI_CUDA_PENDING || T < LEAST || T > NBI_SPLIT_TOKENS)
         return false;
+    const uint32_t n_chunks = nbi_chunks_of(first->kind, first->n_kt);
     uint32_t n_tiles = 0;
     for (uint32_t i = 0; i < n; i++) {
         const nbi_linear_args *a = &calls[i];
@@ -308,7 +313,6 @@ bool nbi_cuda_split_fits(const nbi_cuda *c, const nbi_linear_args *calls, uint32
         if (i + 1 < n && overlaps(a)) return false;
         n_tiles += p->n_rt;
     }
-    const uint32_t n_chunks = nbi_chunks_of(first->kind, first->n_kt);
     const size_t bytes = sum_bytes(n_chunks, n_tiles, T) + (size_t)n_chunks * T * sizeof(float);
     return bytes <= c->scratch_bytes && plan_for(c, first->kind, n_chunks, n_tiles, T).stages;
 }
@@ -316,12 +320,16 @@ bool nbi_cuda_split_fits(const nbi_cuda *c, const nbi_linear_args *calls, uint32
 template <nbi_weight_kind KIND>
 static void launch(nbi_cuda *c, const split_work &w, const split_plan &plan)
 {
+    const uint32_t n_tt = token_tiles(w.n_tokens);
     const dim3 grid(plan.shares * w.n_chunks), block(plan.warps * NBI_WARP);
     nbi_launch(&c->rt, grid, block, plan.shared,
-               w.n_tokens <= 32 ? multiply_kernel<KIND, 4> : multiply_kernel<KIND, 8>, w, plan);
-    const uint32_t threads = w.n_tokens * w.n_tiles * (NBI_TILE_ROWS / 4);
+               n_tt == 2   ? multiply_kernel<KIND, 2>
+               : n_tt == 4 ? multiply_kernel<KIND, 4>
+                           : multiply_kernel<KIND, 8>,
+               w, plan);
+    const uint32_t threads = w.n_tiles * n_tt * NBI_WARP;
     nbi_launch(&c->rt, dim3(nbi_ceil_div(threads, ADD_THREADS)), dim3(ADD_THREADS), 0,
-               add_kernel<KIND>, w);
+               add_kernel<KIND>, w, n_tt);
 }
 
 void nbi_cuda_split_linear(nbi_cuda *c, const nbi_linear_args *calls, uint32_t n,

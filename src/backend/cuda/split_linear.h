@@ -10,7 +10,7 @@
 size_t nbi_cuda_split_scratch(const nbi_cuda *c, const nbi_limits *limits);
 
 /* Whether one pair of launches can do these calls: the same x, rows and columns, packed weights of
- * one kind, 17 to 64 rows, a device with bulk copies. */
+ * one kind, 9 to 64 rows, a device with bulk copies. */
 bool nbi_cuda_split_fits(const nbi_cuda *c, const nbi_linear_args *calls, uint32_t n);
 
 /* Does them; they fit. The bits are those of separate calls by other kernels. add: see
