@@ -20,6 +20,8 @@ typedef struct gpu_mla {
     nbi_weight *kv_b;
 } gpu_mla;
 
+static bool without_warpgroups; /* attend_mla.cu where attend_wide.cu would do it */
+
 static gpu_mla mla_open(const at_mla *d)
 {
     const nbi_limits limits = at_mla_limits(&d->c, d->batch.b.n_rows, d->batch.b.max_len);
@@ -28,6 +30,7 @@ static gpu_mla mla_open(const at_mla *d)
     nb_error err = {0};
     if (g.b->ops->weight_prepare(g.b, &g.kv_b, &d->kv_b.host, &err) != NB_OK)
         fail_msg("%s", err.text);
+    if (without_warpgroups) g.b->sm = 80;
     return g;
 }
 
@@ -183,6 +186,24 @@ static void test_mla_bits(void **state)
     mla_bits(&(at_mla_case){20, 8, 64, 512, 8, NBI_BF16, NBI_WEIGHT_BF16, 0}, lengths, few, 3);
     mla_bits(&(at_mla_case){20, 8, 64, 512, 8, NBI_BF16, NBI_WEIGHT_BF16, 150}, lengths, few, 3);
     mla_bits(&(at_mla_case){20, 8, 64, 512, 8, NBI_F8_E4M3, NBI_WEIGHT_BF16, 0}, lengths, few, 3);
+}
+
+/* What devices other than 9.0 do. */
+static void test_mla_without_warpgroups(void **state)
+{
+    (void)state;
+    without_warpgroups = true;
+    static const uint32_t lengths[] = {200, 65, 1}, rows[] = {5, 2, 1};
+    const at_mla_case c = {20, 8, 64, 512, 8, NBI_BF16, NBI_WEIGHT_BF16, 0};
+    at_mla_case other = c;
+    check_mla(&c, lengths, rows, 3);
+    mla_bits(&c, lengths, rows, 3);
+    other.topk = 90;
+    mla_bits(&other, lengths, rows, 3);
+    other = c;
+    other.cache = NBI_F8_E4M3;
+    check_mla(&other, lengths, rows, 3);
+    without_warpgroups = false;
 }
 
 /* A list of all positions gives the bits of the dense form. */
@@ -817,11 +838,17 @@ int main(int argc, char **argv)
         return 0;
     }
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_mla_shapes),     cmocka_unit_test(test_mla_long),
-        cmocka_unit_test(test_mla_bits),       cmocka_unit_test(test_mla_identity),
-        cmocka_unit_test(test_gqa_shapes),     cmocka_unit_test(test_gqa_bits),
-        cmocka_unit_test(test_codes_are_bf16), cmocka_unit_test(test_gqa_long),
-        cmocka_unit_test(test_mla_append),     cmocka_unit_test(test_gqa_append),
+        cmocka_unit_test(test_mla_shapes),
+        cmocka_unit_test(test_mla_long),
+        cmocka_unit_test(test_mla_bits),
+        cmocka_unit_test(test_mla_identity),
+        cmocka_unit_test(test_gqa_shapes),
+        cmocka_unit_test(test_gqa_bits),
+        cmocka_unit_test(test_codes_are_bf16),
+        cmocka_unit_test(test_gqa_long),
+        cmocka_unit_test(test_mla_append),
+        cmocka_unit_test(test_gqa_append),
+        cmocka_unit_test(test_mla_without_warpgroups),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

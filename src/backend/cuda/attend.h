@@ -103,6 +103,20 @@ static inline uint32_t nbi_attend_group_rows(uint32_t heads, uint32_t slots)
     return slots / x;
 }
 
+/* MLA: rows that share blocks of so many slots, such blocks of a group, and of all. */
+struct nbi_attend_grid {
+    uint32_t rows, parts, blocks;
+};
+
+static inline nbi_attend_grid nbi_attend_grid_of(const nbi_cuda_attend *a, uint32_t slots)
+{
+    /* rows with lists of their own share no tiles, nor do rows of different sequences */
+    const bool alone = a->select || a->n_rows == a->n_seqs;
+    const uint32_t rows = alone ? 1 : nbi_attend_group_rows(a->n_heads, slots);
+    const uint32_t parts = nbi_ceil_div(rows * a->n_heads, slots);
+    return {rows, parts, nbi_ceil_div(a->n_rows, rows) * parts};
+}
+
 /* A slot's row and head; n = 0: there is none. */
 struct nbi_attend_slot {
     uint32_t row, head, n;
@@ -164,6 +178,8 @@ NBI_DEV float nbi_attend_merged(const nbi_attend_fold &f, float o, float more)
 bool nbi_cuda_attend_gqa(nbi_cuda *c, const nbi_cuda_attend *a);
 /* *unmerged: as nbi_cuda_attend_run() returns it. */
 bool nbi_cuda_attend_mla(nbi_cuda *c, const nbi_cuda_attend *a, uint32_t *unmerged);
+/* The same by warpgroups, of the shape that nbi_cuda_attend_mla() takes. */
+bool nbi_cuda_attend_wide(nbi_cuda *c, const nbi_cuda_attend *a, uint32_t *unmerged);
 /* Whether the shape is that of attend_gqa.cu and attend_few.cu. */
 bool nbi_cuda_attend_by_mma(const nbi_cuda_attend *a);
 /* Few rows of each sequence, heads of 64 or 128: attend_few.cu. With `append` (one row a sequence)

@@ -448,25 +448,11 @@ static __global__ void __launch_bounds__(THREADS, 1)
 
 /* ---------------------------------------------------------------- launches */
 
-/* Rows that share blocks of 16 M slots, and such blocks. */
-struct block_grid {
-    uint32_t rows, parts, blocks;
-};
-
-static block_grid grid_of(const nbi_cuda_attend *a, uint32_t slots)
-{
-    /* rows with lists of their own share no tiles, nor do rows of different sequences */
-    const bool alone = a->select || a->n_rows == a->n_seqs;
-    const uint32_t rows = alone ? 1 : nbi_attend_group_rows(a->n_heads, slots);
-    const uint32_t parts = nbi_ceil_div(rows * a->n_heads, slots);
-    return {rows, parts, nbi_ceil_div(a->n_rows, rows) * parts};
-}
-
 template <int M, int STAGES, bool WALK, bool CODES>
 static bool launch_type(nbi_cuda *c, const nbi_cuda_attend *a, uint32_t splits, uint32_t z)
 {
     if (c->rt.shared_max < sizeof(block_memory<M, STAGES>)) return false;
-    const block_grid g = grid_of(a, 16 * M);
+    const nbi_attend_grid g = nbi_attend_grid_of(a, 16 * M);
     nbi_launch(&c->rt, dim3(a->n_rows, g.parts, z), dim3(THREADS), sizeof(block_memory<M, STAGES>),
                mla_kernel<M, STAGES, WALK, CODES>, *a, g.rows, splits);
     return true;
@@ -485,8 +471,9 @@ bool nbi_cuda_attend_mla(nbi_cuda *c, const nbi_cuda_attend *a, uint32_t *unmerg
         (uintptr_t)a->k % 16 || a->kv_slot != (a->codes ? SLOT : WIDTH) || a->out_head % 2 ||
         c->rt.shared_max < sizeof(block_memory<1, 1>))
         return false;
+    if (nbi_cuda_attend_wide(c, a, unmerged)) return true;
     const uint32_t splits = nbi_attend_splits_most(a->max_len), sms = (uint32_t)c->rt.n_sms;
-    const uint32_t room = sms / grid_of(a, 16).blocks, z = room < splits ? room : splits;
+    const uint32_t room = sms / nbi_attend_grid_of(a, 16).blocks, z = room < splits ? room : splits;
     const size_t row = nbi_cuda_attend_row_bytes(a->max_len, a->n_heads, a->v_width);
     if (z > 1 && a->partial_bytes / row >= a->n_rows) {
         /* three stages leave room for the kernel before */

@@ -611,7 +611,8 @@ template <int N> NBI_DEV void nbi_wgmma_hold(float (&d)[N])
         "+f"(d[i + 6]), "+f"(d[i + 7])
 #define NBI_D16(i) NBI_D8(i), NBI_D8(i + 8)
 #define NBI_D32(i) NBI_D16(i), NBI_D16(i + 16)
-#define NBI_R16    "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+#define NBI_R8     "%0, %1, %2, %3, %4, %5, %6, %7"
+#define NBI_R16    NBI_R8 ", %8, %9, %10, %11, %12, %13, %14, %15"
 #define NBI_R32 \
     NBI_R16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
 #define NBI_R64                                                                                  \
@@ -630,17 +631,18 @@ template <int N> NBI_DEV void nbi_wgmma_hold(float (&d)[N])
                   NBI_D32(32));                                                         \
     else if constexpr (N == 64)                                                         \
         NBI_WGMMA("64", type, NBI_R32, "{%32, %33, %34, %35}, %36", "%37", NBI_D32(0)); \
+    else if constexpr (N == 32)                                                         \
+        NBI_WGMMA("32", type, NBI_R16, "{%16, %17, %18, %19}, %20", "%21", NBI_D16(0)); \
     else                                                                                \
-        NBI_WGMMA("32", type, NBI_R16, "{%16, %17, %18, %19}, %20", "%21", NBI_D16(0))
+        NBI_WGMMA("16", type, NBI_R8, "{%8, %9, %10, %11}, %12", "%13", NBI_D8(0))
 
-/* d = a b, or d += a b with `more`: 64 rows by N columns (32, 64, 128), k-step of 16, by the four
- * warps of a warpgroup; asynchronous, see nbi_wgmma_wait(). Warp w of the group has rows
- * 16 w ... 16 w + 15: a as in nbi_mma_f16(); d[4 n ... 4 n + 3] are its d of columns
- * 8 n ... 8 n + 7. */
+/* d = a b, or d += a b with `more`: 64 rows by N columns (16, 32, 64, 128), k-step of 16, by the
+ * four warps of a warpgroup; asynchronous, see nbi_wgmma_wait(). Warp w of the group has rows 16 w
+ * ... 16 w + 15: a as in nbi_mma_f16(); d[4 n ... 4 n + 3] are its d of columns 8 n ... 8 n + 7. */
 template <int N, bool BF16>
 NBI_DEV void nbi_wgmma(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b, bool more)
 {
-    static_assert(N == 32 || N == 64 || N == 128, "columns of a wgmma");
+    static_assert(N == 16 || N == 32 || N == 64 || N == 128, "columns of a wgmma");
 #if NBI_EMULATED
     nbi_emu_wgmma(d, a, b, N, BF16, more);
 #elif NBI_SM90A
@@ -649,6 +651,32 @@ NBI_DEV void nbi_wgmma(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b, bo
     } else {
         NBI_WGMMA_N("f16");
     }
+#else
+    __trap();
+#endif
+}
+
+/* The same for BF16 with a in shared memory too, as nbi_wgmma_b() describes it with rows for
+ * columns. Writes to a by other threads' copies that are not bulk copies need nbi_shared_to_async()
+ * behind the wait for them. */
+template <int N> NBI_DEV void nbi_wgmma_shared(float (&d)[N / 2], uint64_t a, uint64_t b, bool more)
+{
+    static_assert(N == 32 || N == 64, "columns of a wgmma");
+#if NBI_EMULATED
+    nbi_emu_wgmma_shared(d, a, b, N, more);
+#elif NBI_SM90A
+    if constexpr (N == 64)
+        asm volatile("{.reg .pred p; setp.ne.u32 p, %34, 0; "
+                     "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" NBI_R32
+                     "}, %32, %33, p, 1, 1, 0, 0;}"
+                     : NBI_D32(0)
+                     : "l"(a), "l"(b), "r"((int)more));
+    else
+        asm volatile("{.reg .pred p; setp.ne.u32 p, %18, 0; "
+                     "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {" NBI_R16
+                     "}, %16, %17, p, 1, 1, 0, 0;}"
+                     : NBI_D16(0)
+                     : "l"(a), "l"(b), "r"((int)more));
 #else
     __trap();
 #endif

@@ -30,8 +30,8 @@ struct pending_copy {
 
 struct pending_wgmma {
     float *d;
-    const uint32_t *a;
-    uint64_t b;
+    const uint32_t *a; /* NULL: in shared memory */
+    uint64_t a_shared, b;
     unsigned n, group;
     bool bf16, more;
 };
@@ -552,15 +552,27 @@ static const float *values(bool bf16)
     return table[bf16];
 }
 
-void nbi_emu_wgmma(float *d, const uint32_t *a, uint64_t b, unsigned n, bool bf16, bool more)
+static void wgmma_later(const pending_wgmma &w)
 {
     fiber *f = current();
-    if (f->n_wgmma == WGMMA_MAX || b >> 62 != 1 || (b >> 32 & 0x3fffu) != 1024 >> 4) {
+    const uint64_t a = w.a ? w.b : w.a_shared;
+    if (f->n_wgmma == WGMMA_MAX || w.b >> 62 != 1 || (w.b >> 32 & 0x3fffu) != 1024 >> 4 ||
+        a >> 32 != w.b >> 32) {
         fprintf(stderr, "CUDA emulation: warpgroup product %u: too many, or of descriptor %#llx\n",
-                f->n_wgmma, (unsigned long long)b);
+                f->n_wgmma, (unsigned long long)w.b);
         abort();
     }
-    f->wgmma[f->n_wgmma++] = {d, a, b, n, f->wgmma_group, bf16, more};
+    f->wgmma[f->n_wgmma++] = w;
+}
+
+void nbi_emu_wgmma(float *d, const uint32_t *a, uint64_t b, unsigned n, bool bf16, bool more)
+{
+    wgmma_later({d, a, 0, b, n, current()->wgmma_group, bf16, more});
+}
+
+void nbi_emu_wgmma_shared(float *d, uint64_t a, uint64_t b, unsigned n, bool more)
+{
+    wgmma_later({d, NULL, a, b, n, current()->wgmma_group, true, more});
 }
 
 void nbi_emu_wgmma_commit()
@@ -585,16 +597,19 @@ static void wgmma_now(const pending_wgmma &w)
 {
     const unsigned lane = nbi_emu_self->lane, g = lane / 4, t = lane % 4;
     const float *table = values(w.bf16);
-    const unsigned char *slot = nbi_emu_exchange(w.a, 16);
     double a[2][16]; /* rows g, g + 8 */
-    for (unsigned q = 0; q < 4; q++) {
+    const unsigned row = threadIdx.x / 32 % 4 * 16 + g;
+    for (unsigned high = 0; !w.a && high < 2; high++)
+        column_values(a[high], w.a_shared, row + 8 * high, table);
+    const unsigned char *slot = w.a ? nbi_emu_exchange(w.a, 16) : NULL;
+    for (unsigned q = 0; w.a && q < 4; q++) {
         uint32_t words[4];
         memcpy(words, slot + (g * 4 + q) * NBI_EMU_SLOT, sizeof words);
         for (unsigned i = 0; i < 4; i++)
             for (unsigned h = 0; h < 2; h++)
                 a[i % 2][i / 2 * 8 + 2 * q + h] = (double)table[words[i] >> 16 * h & 0xffffu];
     }
-    nbi_emu_sync_warp();
+    if (w.a) nbi_emu_sync_warp();
     for (unsigned c = 0; c < w.n / 4; c++) { /* the lane's columns, in pairs of 8 */
         double b[16];
         column_values(b, w.b, c / 2 * 8 + 2 * t + c % 2, table);
