@@ -152,7 +152,9 @@ typedef struct nb_engine_options {
      * engine with the same options; rank 0 serves, the others call nb_engine_follow(). NULL: this
      * process alone. */
     nb_ranks *ranks;
-    uint32_t ep_size; /* parts that whole experts are dealt to; 0: 1 */
+    uint32_t ep_size;         /* parts that whole experts are dealt to; 0: 1 */
+    uint32_t ranks_per_gpu;   /* ranks of a host that share a GPU; 0: 1 */
+    const char *gpu_exchange; /* how GPUs of ranks exchange: "auto", "one-shot", "staged" */
 } nb_engine_options;
 
 void nb_engine_options_default(nb_engine_options *options);

@@ -283,6 +283,22 @@ typedef struct nbi_clear_args {
     size_t bytes; /* a multiple of 4 */
 } nbi_clear_args;
 
+/* x[n] := sum over ranks, float32, added in the order of ranks beginning with the value of rank 0:
+ * the same bits on every rank, in every run and in every form of the exchange. */
+typedef struct nbi_sum_ranks_args {
+    float *x;
+    size_t n;
+} nbi_sum_ranks_args;
+
+/* Columns of all ranks side by side: out[t, first[k] + i] = in of rank k [t, i] for i below first[k
+ * + 1] - first[k]. */
+typedef struct nbi_join_ranks_args {
+    float *out;            /* [T, width] */
+    const float *in;       /* [T, in_stride]; in_stride is the same on every rank */
+    const uint32_t *first; /* host [ranks + 1], ascending, from 0 to width */
+    uint32_t n_rows, width, in_stride;
+} nbi_join_ranks_args;
+
 /* out[i] = x[rows[i]]. */
 typedef struct nbi_gather_args {
     void *out;           /* act [n, width] */
@@ -364,11 +380,28 @@ typedef struct nbi_limits {
 
 /* ---------------------------------------------------------------- the table */
 
+#define NBI_DEVICE_RANKS_MAX 256u
+
+/* The ranks of a job, as a device needs them that exchanges by itself: calls of comm/comm.h, of
+ * host memory, with their contracts. */
+typedef struct nbi_rank_link {
+    void *user;
+    uint32_t rank, size, host; /* host: what tells it from others */
+    bool one_host;             /* all of them are on this one */
+    nb_status (*sum)(void *user, float *x, size_t n, nb_error *err);
+    nb_status (*gather)(void *user, void *out, const void *in, size_t bytes, nb_error *err);
+    nb_status (*agree)(void *user, nb_status status, const nb_error *own, nb_error *err);
+    nb_status (*lost)(void *user, nb_error *err); /* any thread, cheap */
+} nbi_rank_link;
+
 typedef struct nbi_backend_options {
     nbi_cpu_level cpu_level;
-    uint32_t n_threads;  /* 0: all cores */
-    bool w4a4;           /* NVFP4 activations for NVFP4 weights that have an input scale */
-    bool disable_graphs; /* GPU: launch every operator of every step by itself */
+    uint32_t local_rank;       /* GPU: which of those that are visible, counted in ranks; */
+    uint32_t ranks_per_device; /* so many ranks to each (0: 1) */
+    const char *exchange;      /* GPU: how sums go over ranks; NULL: "auto" */
+    uint32_t n_threads;        /* 0: all cores */
+    bool w4a4;                 /* NVFP4 activations for NVFP4 weights that have an input scale */
+    bool disable_graphs;       /* GPU: launch every operator of every step by itself */
 } nbi_backend_options;
 
 /* Times on the device's own clock, for timing.h: marks are places in the stream of operators. */
@@ -405,6 +438,11 @@ typedef struct nbi_backend_ops {
     void (*download)(nbi_backend *b, void *dst, const void *src, size_t bytes);
     /* Within such memory, between steps; seen by the next one. */
     void (*copy)(nbi_backend *b, void *dst, const void *src, size_t bytes);
+
+    /* Collective, once, before weights are prepared: takes what sum_ranks and join_ranks need, and
+     * proves that it works. The link is copied; what it points to outlives the backend. NULL as
+     * they are. */
+    nb_status (*join)(nbi_backend *b, const nbi_rank_link *link, nb_error *err);
 
     /* Makes a matrix usable by `linear`. Keeps the mapped form where it can. */
     nb_status (*weight_prepare)(nbi_backend *b, nbi_weight **out, const nbi_matrix *m,
@@ -444,6 +482,10 @@ typedef struct nbi_backend_ops {
     void (*clear)(nbi_backend *b, const nbi_clear_args *a);
     void (*gather)(nbi_backend *b, const nbi_gather_args *a);
     void (*add)(nbi_backend *b, const nbi_add_args *a);
+    /* With ranks. A device of its own (join) does these in its own stream, and what goes wrong is
+     * said by `sync`; NULL on a device whose memory is the host's: the model calls comm/comm.h. */
+    void (*sum_ranks)(nbi_backend *b, const nbi_sum_ranks_args *a);
+    void (*join_ranks)(nbi_backend *b, const nbi_join_ranks_args *a);
     void (*sample)(nbi_backend *b, const nbi_sample_args *a);
     /* Everything asked for is done and visible to the host, what `sample` was to write and
      * row_fault with it. */

@@ -242,6 +242,8 @@ int nbi_cmd_bench(int argc, char **argv)
     nbi_ranks_apply(b->ranks, &ranks, &engine);
     b->ep_size = engine.ep_size;
     b->backend.n_threads = engine.n_threads;
+    b->backend.ranks_per_device = engine.ranks_per_gpu;
+    b->backend.exchange = engine.gpu_exchange;
     status = run(&a);
     nbi_comm_close(&b->ranks);
     return status;

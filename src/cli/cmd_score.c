@@ -8,6 +8,7 @@
 #include "cli/attention_options.h"
 #include "cli/ranks.h"
 #include "cli/tune_options.h"
+#include "comm/device_ranks.h"
 #include "engine/npy.h"
 #include "engine/score.h"
 #include "text/tokenizer.h"
@@ -157,10 +158,13 @@ static nb_status open_all(score *s, nb_error *err)
 {
     nbi_backend_options bo = {.n_threads = s->threads,
                               .w4a4 = !strcmp(s->activations, "w4a4"),
-                              .disable_graphs = s->disable_graphs};
+                              .disable_graphs = s->disable_graphs,
+                              .ranks_per_device = s->ranks.per_gpu,
+                              .exchange = s->ranks.exchange};
     nbi_dtype kv_dtype;
     NB_TRY(nbi_cpu_level_parse(&bo.cpu_level, s->cpu_level, err));
     NB_TRY(nbi_kv_dtype_parse(&kv_dtype, s->kv_dtype, err));
+    nbi_comm_device(s->comm, &bo);
     NB_TRY(nbi_backend_open(&s->backend, s->device, &bo, err));
     nbi_model_options mo = {.dir = s->model_dir,
                             .comm = s->comm,

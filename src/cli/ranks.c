@@ -114,15 +114,22 @@ void nbi_ranks_apply(nbi_comm *comm, const nbi_ranks_options *o, nb_engine_optio
 {
     engine->ranks = comm;
     engine->ep_size = o->ep_size;
+    engine->ranks_per_gpu = o->per_gpu;
+    engine->gpu_exchange = o->exchange;
     if (o->crowded && !engine->n_threads) engine->n_threads = 1;
     if (nbi_ranks_follows(comm)) nbi_cli_log_follow(nbi_comm_rank(comm));
 }
 
 int nbi_ranks_fail(nbi_comm *comm, const nbi_command *command, const nb_error *err)
 {
-    if (comm) nbi_comm_fail(comm, err->text);
-    if (!comm || nbi_comm_speaks(comm)) return nbi_cli_fail(command, err);
-    return NBI_EXIT_FAILED;
+    nb_error why;
+    if (!comm) return nbi_cli_fail(command, err);
+    /* Where all come to the same end, rank 0 says it; also where it alone does, since it lives. */
+    const bool heard = nbi_comm_lost(comm, &why) != NB_OK;
+    bool speaks = nbi_comm_rank(comm) == 0;
+    if (heard && strncmp(why.text, "rank 0: ", 8) != 0) speaks = nbi_comm_speaks(comm);
+    nbi_comm_fail(comm, err->text);
+    return speaks ? nbi_cli_fail(command, err) : NBI_EXIT_FAILED;
 }
 
 int nbi_ranks_follow(nbi_comm *comm, const nb_engine_options *o)

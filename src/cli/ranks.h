@@ -10,6 +10,8 @@ extern "C" {
 
 typedef struct nbi_ranks_options {
     uint32_t tp_size, ep_size; /* --tp-size, --ep-size; 0: 1 */
+    uint32_t per_gpu;          /* --ranks-per-gpu; 0: 1 */
+    const char *exchange;      /* --gpu-exchange; NULL: auto */
     bool crowded;              /* out: more ranks than cores on this host */
 } nbi_ranks_options;
 
@@ -23,6 +25,19 @@ typedef struct nbi_ranks_options {
      "through mpiexec (default 1)",                                                               \
      false},                                                                                      \
         {"tensor-parallel-size", NBI_OPT_U32, &(o)->tp_size, "N", "the same", false},             \
+        {"ranks-per-gpu",                                                                         \
+         NBI_OPT_U32,                                                                             \
+         &(o)->per_gpu,                                                                           \
+         "N",                                                                                     \
+         "ranks of a host that share a GPU, for tests (default 1)",                               \
+         false},                                                                                  \
+        {"gpu-exchange",                                                                          \
+         NBI_OPT_STRING,                                                                          \
+         &(o)->exchange,                                                                          \
+         "NAME",                                                                                  \
+         "how sums go between the GPUs of ranks: auto (default);\none-shot: over their memory; "  \
+         "staged: through the host",                                                              \
+         false},                                                                                  \
     {                                                                                             \
         "ep-size", NBI_OPT_U32, &(o)->ep_size, "M",                                               \
             "parts of the ranks that whole experts are dealt to; divides\n--tp-size (default 1)", \

@@ -47,7 +47,8 @@ static nb_status sleep_for(nbi_shared *c, uint32_t peer, uint32_t number, nb_err
     while (st == NB_OK) {
         uint32_t seen = atomic_load(&a->number);
         if ((int32_t)(seen - number) >= 0) break;
-        if (atomic_load(&a->left)) {
+        /* one that has failed leaves a sentence for the watch to read */
+        if (atomic_load(&a->left) && !atomic_load(&a->failed) && !atomic_load(&a->heard)) {
             char why[80];
             const uint32_t named = nbi_shared_number(c, peer);
             snprintf(why, sizeof why, "rank %u has ended while others go on", named);

@@ -122,7 +122,8 @@ static void watch_one(nbi_shared *c, uint32_t rank, uint64_t turn_ns)
     nbi_shared_area *a = c->areas[rank];
     nbi_peer *peer = &c->peers[rank];
     char why[NB_ERROR_TEXT_MAX];
-    if (!atomic_load(&a->there) || atomic_load(&a->left)) return;
+    const bool left = atomic_load(&a->left); /* one that has failed may leave at once */
+    if (!atomic_load(&a->there)) return;
     if (atomic_load(&a->failed) || atomic_load(&a->heard)) {
         char prefix[32] = "";
         if (atomic_load(&a->failed))
@@ -131,6 +132,7 @@ static void watch_one(nbi_shared *c, uint32_t rank, uint64_t turn_ns)
         nbi_shared_lose(c, atomic_load(&a->lost_rank), why);
         return;
     }
+    if (left) return;
     char state = look_at(c, rank);
     if (state == 'X' &&
         (atomic_load(&a->left) || atomic_load(&a->failed) || atomic_load(&a->heard)))

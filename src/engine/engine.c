@@ -10,6 +10,7 @@
 #include "base/clock.h"
 #include "base/file.h"
 #include "base/log.h"
+#include "comm/device_ranks.h"
 #include "model/gate.h"
 
 void nb_engine_options_default(nb_engine_options *o)
@@ -104,6 +105,7 @@ static nb_status copy_options(nb_engine *e, const nb_engine_options *o, nb_error
     e->options.dsa_decode = keep_string(e, o->dsa_decode, "auto");
     e->options.mla_prefill = keep_string(e, o->mla_prefill, "auto");
     e->options.overlap_schedule = keep_string(e, o->overlap_schedule, "auto");
+    e->options.gpu_exchange = keep_string(e, o->gpu_exchange, "auto");
     e->options.speculative_algorithm = keep_string(e, o->speculative_algorithm, "none");
     e->model_name = last_part(e, o->model_dir);
     if (!e->model_name || !e->options.kv_dtype)
@@ -132,7 +134,10 @@ static nb_status open_backend(nb_engine *e, nbi_kv_asked *asked, nb_error *err)
 {
     nbi_dtype kv_dtype;
     nbi_backend_options bo = {.n_threads = e->options.n_threads,
-                              .disable_graphs = e->options.disable_cuda_graph};
+                              .disable_graphs = e->options.disable_cuda_graph,
+                              .ranks_per_device = e->options.ranks_per_gpu,
+                              .exchange = e->options.gpu_exchange};
+    nbi_comm_device(e->options.ranks, &bo);
     NB_TRY(nbi_cpu_level_parse(&bo.cpu_level, e->options.cpu_level, err));
     NB_TRY(parse_activations(&bo.w4a4, e->options.activations, err));
     NB_TRY(nbi_kv_dtype_parse(&kv_dtype, e->options.kv_dtype, err)); /* before weights are read */

@@ -78,7 +78,9 @@ static size_t carve(nbi_workspace *ws, const nbi_model *m, uint32_t T, uint32_t 
         {&ws->shared_experts, m->oea_k0 ? sizeof *ws->shared_experts : 0},
         {&ws->logits, (size_t)R * c->vocab * f32},
         {&ws->part, m->comm ? R * vocab * f32 : 0},
-        {&ws->parts, m->comm ? m->split.shard.tp_size * NBI_LOGIT_ROWS * vocab * f32 : 0},
+        {&ws->parts, m->comm && !m->b->ops->join_ranks
+                         ? m->split.shard.tp_size * NBI_LOGIT_ROWS * vocab * f32
+                         : 0},
         {&ws->cos, T * (c->rope.dim / 2) * f32},
         {&ws->sin, T * (c->rope.dim / 2) * f32},
         {&ws->hidden, m->can_draft ? T * c->hidden * act : 0},
@@ -172,7 +174,10 @@ static void sum_ranks(step *s, void *x, size_t n)
     if (!s->m->comm || s->status != NB_OK) return;
     nbi_timing *t = s->b->timing;
     if (t) nbi_timing_collective_begin(t);
-    s->status = nbi_comm_sum(s->m->comm, x, n, s->err);
+    if (s->b->ops->sum_ranks)
+        s->b->ops->sum_ranks(s->b, &(nbi_sum_ranks_args){.x = x, .n = n});
+    else
+        s->status = nbi_comm_sum(s->m->comm, x, n, s->err);
     if (t)
         nbi_timing_collective_end(t, NBI_TIMED_ALL_REDUCE,
                                   2 * (1 - 1.0 / s->m->split.shard.tp_size) * (double)n *
@@ -479,11 +484,36 @@ static void embed_rows(step *s)
     s->index_rope.interleaved = s->c->index_interleaved;
 }
 
+static void join_logits(step *s, uint32_t n_rows)
+{
+    const nbi_split *split = &s->m->split;
+    uint32_t first[NBI_RANKS_MAX + 1];
+    for (uint32_t k = 0; k < split->shard.tp_size; k++)
+        first[k] = nbi_split_vocab(split, s->c->vocab, k).first;
+    first[split->shard.tp_size] = s->c->vocab;
+    nbi_timing *t = s->b->timing;
+    if (t) nbi_timing_collective_begin(t);
+    s->b->ops->join_ranks(s->b, &(nbi_join_ranks_args){.out = s->ws->logits,
+                                                       .in = s->ws->part,
+                                                       .first = first,
+                                                       .n_rows = n_rows,
+                                                       .width = s->c->vocab,
+                                                       .in_stride = split->vocab_max});
+    if (t)
+        nbi_timing_collective_end(t, NBI_TIMED_ALL_GATHER,
+                                  (split->shard.tp_size - 1.0) * n_rows * split->vocab_max *
+                                      sizeof(float));
+}
+
 /* The logits of all ranks from their parts; the same on each. */
 static void gather_logits(step *s, uint32_t n_rows)
 {
     const nbi_split *split = &s->m->split;
     const size_t width = split->vocab_max, vocab = s->c->vocab;
+    if (s->b->ops->join_ranks) {
+        join_logits(s, n_rows);
+        return;
+    }
     for (uint32_t r = 0; r < n_rows; r += NBI_LOGIT_ROWS) {
         const uint32_t n = n_rows - r < NBI_LOGIT_ROWS ? n_rows - r : NBI_LOGIT_ROWS;
         const size_t bytes = n * width * sizeof(float);

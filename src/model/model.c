@@ -5,6 +5,7 @@
 
 #include "backend/kv_shape.h"
 #include "base/log.h"
+#include "comm/device_ranks.h"
 #include "model/layer.h"
 
 /* Tensors that exporters leave behind and no engine needs. */
@@ -91,14 +92,10 @@ static nb_status split(nbi_model *m, const nbi_model_options *opt, nb_error *err
     const nbi_shard *shard = opt->comm ? &opt->shard : &alone;
     NB_ASSERT(!opt->comm || (shard->tp_size == nbi_comm_size(opt->comm) &&
                              shard->tp_rank == nbi_comm_rank(opt->comm)));
-    if (shard->tp_size > 1 && strcmp(m->b->ops->name, "cpu") != 0)
-        return nbi_fail(err, NB_UNSUPPORTED,
-                        "%u ranks on %s: sums over ranks are on the CPU only so far; use --device "
-                        "cpu, or one rank",
-                        shard->tp_size, m->b->description);
     NB_TRY(nbi_split_make(&m->split, shard, &m->config, m->ckpt, m->n_layers + m->has_mtp, err));
     m->comm = shard->tp_size > 1 ? opt->comm : NULL;
     if (!m->comm) return NB_OK;
+    NB_TRY(nbi_comm_join_device(m->comm, m->b, err));
     const nbi_split *s = &m->split;
     nbi_log(NB_LOG_INFO, "rank %u of %u: %u of %u heads, %u of %u rows of the vocabulary",
             shard->tp_rank, shard->tp_size, s->heads.n, m->config.n_heads, s->vocab.n,

@@ -8,6 +8,7 @@
 
 #include "base/clock.h"
 #include "base/file.h"
+#include "comm/device_ranks.h"
 #include "perf/bandwidth.h"
 
 #define DEVICE_BYTES ((size_t)2 << 30) /* read for a device's bandwidth */
@@ -88,7 +89,9 @@ static size_t carve(bench *b, char *base)
 static nb_status open_all(bench *b, nb_error *err)
 {
     const nbi_bench_options *o = b->opt;
-    NB_TRY(nbi_backend_open(&b->b, o->device ? o->device : "cpu", &o->backend, err));
+    nbi_backend_options bo = o->backend;
+    nbi_comm_device(o->ranks, &bo);
+    NB_TRY(nbi_backend_open(&b->b, o->device ? o->device : "cpu", &bo, err));
     if (!b->b->ops->read_bandwidth)
         NB_TRY(nbi_bandwidth_open(&b->bandwidth, o->dir, o->backend.n_threads, 0, err));
     nbi_model_options mo = {.dir = o->dir,

@@ -33,7 +33,8 @@ static nb_status cuda_open(nbi_backend **out, const nbi_backend_options *opt, nb
 {
     nbi_cuda *c = static_cast<nbi_cuda *>(nbi_calloc(1, sizeof *c));
     if (!c) return nbi_fail(err, NB_NO_MEMORY, "cuda: out of memory");
-    if (!nbi_rt_open(&c->rt)) {
+    const uint32_t each = opt && opt->ranks_per_device ? opt->ranks_per_device : 1;
+    if (!nbi_rt_open(&c->rt, opt ? opt->local_rank / each : 0)) {
         nbi_fail(err, NB_UNSUPPORTED, "device \"cuda\": %s", c->rt.error);
         nbi_free(c);
         return NB_UNSUPPORTED;
@@ -42,6 +43,8 @@ static nb_status cuda_open(nbi_backend **out, const nbi_backend_options *opt, nb
     c->base.act_dtype = NBI_F32;
     c->base.w4a4 = opt && opt->w4a4;
     c->graphs = !(opt && opt->disable_graphs);
+    c->ranks_per_device = each;
+    snprintf(c->exchange, sizeof c->exchange, "%s", opt && opt->exchange ? opt->exchange : "auto");
     c->rt.dependent = c->graphs && c->rt.sm >= 90;
     size_t free_bytes = 0, total = 0;
     nb_status st = open_stages(c, err);
@@ -87,6 +90,7 @@ static void cuda_close(nbi_backend **b)
     if (!b || !*b) return;
     nbi_cuda *c = nbi_cuda_of(*b);
     release_reserved(c);
+    nbi_cuda_leave(c);
     nbi_pool_destroy(&c->copiers);
     for (char *stage : c->stage) nbi_rt_free_host(&c->rt, stage);
     nbi_rt_free(&c->rt, c->stage_device);
@@ -375,7 +379,9 @@ static nb_status cuda_step_end(nbi_backend *b, nb_error *err)
 static nb_status cuda_sync(nbi_backend *b, nb_error *err)
 {
     nbi_cuda *c = nbi_cuda_of(b);
-    return settle(c) ? NB_OK : nbi_fail(err, NB_INTERNAL, "%s", c->rt.error);
+    const bool fine = settle(c);
+    NB_TRY(nbi_cuda_ranks_status(c, err));
+    return fine ? NB_OK : nbi_fail(err, NB_INTERNAL, "%s", c->rt.error);
 }
 
 /* ---------------------------------------------------------------- the clock */
@@ -454,6 +460,8 @@ FLUSH(share_experts)
 FLUSH(own_experts)
 FLUSH(clear)
 FLUSH(gather)
+FLUSH(sum_ranks)
+FLUSH(join_ranks)
 FLUSH(sample)
 #undef FLUSH
 
@@ -471,6 +479,7 @@ const nbi_backend_ops nbi_cuda_ops = {
     .upload = cuda_upload,
     .download = cuda_download,
     .copy = cuda_copy,
+    .join = nbi_cuda_join,
     .weight_prepare = nbi_cuda_weight_prepare,
     .weight_release = nbi_cuda_weight_release,
     .workspace_bytes = cuda_workspace_bytes,
@@ -495,6 +504,8 @@ const nbi_backend_ops nbi_cuda_ops = {
     .clear = flush_clear,
     .gather = flush_gather,
     .add = nbi_cuda_add_now,
+    .sum_ranks = flush_sum_ranks,
+    .join_ranks = flush_join_ranks,
     .sample = flush_sample,
     .sync = cuda_sync,
     .read_bandwidth = nbi_cuda_read_bandwidth,

@@ -52,6 +52,8 @@ struct nbi_cuda_converted {
     float input_scale;
 };
 
+struct nbi_cuda_ranks; /* cuda_ranks.h */
+
 struct nbi_cuda {
     nbi_backend base;
     nbi_rt rt;
@@ -97,6 +99,10 @@ struct nbi_cuda {
                            between kernels */
 
     void *sampler; /* of sample.cu */
+
+    nbi_cuda_ranks *ranks; /* NULL: one rank */
+    uint32_t ranks_per_device;
+    char exchange[16];
 };
 
 static inline nbi_cuda *nbi_cuda_of(nbi_backend *b)
@@ -166,10 +172,18 @@ void nbi_cuda_index_select(nbi_backend *b, const nbi_index_select_args *a);
 void nbi_cuda_index_reuse(nbi_backend *b, const nbi_index_reuse_args *a);
 /* bandwidth.cu */
 double nbi_cuda_read_bandwidth(nbi_backend *b, void *memory, size_t bytes);
+/* cuda_ranks.cu */
+nb_status nbi_cuda_join(nbi_backend *b, const nbi_rank_link *link, nb_error *err);
+void nbi_cuda_sum_ranks(nbi_backend *b, const nbi_sum_ranks_args *a);
+void nbi_cuda_join_ranks(nbi_backend *b, const nbi_join_ranks_args *a);
 /* route.cu, sample.cu */
 void nbi_cuda_route(nbi_backend *b, const nbi_route_args *a);
 void nbi_cuda_sample(nbi_backend *b, const nbi_sample_args *a);
 }
+
+/* What a sum over ranks met, behind a wait. */
+nb_status nbi_cuda_ranks_status(nbi_cuda *c, nb_error *err);
+void nbi_cuda_leave(nbi_cuda *c);
 
 /* Scratch bytes of the operators for any call within the limits. */
 size_t nbi_cuda_linear_scratch(const nbi_cuda *c, const nbi_limits *limits);

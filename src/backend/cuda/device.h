@@ -333,6 +333,57 @@ template <class T> NBI_DEV T nbi_load_fresh(const T *p)
 #endif
 }
 
+/* Packets of 16 bytes between kernels of different GPUs: each half of 8 bytes arrives whole, halves
+ * and packets in any order. */
+NBI_DEV void nbi_packet_send(void *to, const nbi_u32x4 &x)
+{
+#if NBI_EMULATED
+    uint64_t half[2];
+    __builtin_memcpy(half, &x, sizeof half);
+    __atomic_store_n(static_cast<uint64_t *>(to), half[0], __ATOMIC_RELAXED);
+    __atomic_store_n(static_cast<uint64_t *>(to) + 1, half[1], __ATOMIC_RELAXED);
+#else
+    asm volatile("st.volatile.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(x.v[0]),
+                 "r"(x.v[1]), "r"(x.v[2]), "r"(x.v[3])
+                 : "memory");
+#endif
+}
+
+NBI_DEV nbi_u32x4 nbi_packet_look(const void *from)
+{
+    nbi_u32x4 r;
+#if NBI_EMULATED
+    uint64_t half[2];
+    half[0] = __atomic_load_n(static_cast<const uint64_t *>(from), __ATOMIC_RELAXED);
+    half[1] = __atomic_load_n(static_cast<const uint64_t *>(from) + 1, __ATOMIC_RELAXED);
+    __builtin_memcpy(&r, half, sizeof r);
+#else
+    asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r.v[0]), "=r"(r.v[1]), "=r"(r.v[2]), "=r"(r.v[3])
+                 : "l"(from)
+                 : "memory");
+#endif
+    return r;
+}
+
+/* A word of the host's memory that the host may change while the kernel runs. */
+NBI_DEV uint32_t nbi_host_word(const uint32_t *p)
+{
+#if NBI_EMULATED
+    return __atomic_load_n(p, __ATOMIC_RELAXED);
+#else
+    return *(const volatile uint32_t *)p;
+#endif
+}
+
+/* In a loop that looks for packets. */
+NBI_DEV void nbi_spin()
+{
+#if NBI_EMULATED
+    nbi_emu_spin();
+#endif
+}
+
 /* 16 bytes that were loaded before: the compiler does not keep them in registers instead. */
 NBI_DEV nbi_f32x4 nbi_load_again(const float *p)
 {

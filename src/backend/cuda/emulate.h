@@ -46,6 +46,8 @@ extern dim3 nbi_emu_block_dim, nbi_emu_grid_dim;
 void nbi_emu_run(dim3 grid, dim3 block, size_t shared_bytes, const std::function<void()> &body);
 
 void *nbi_emu_shared();
+/* In a loop that waits for another process: lets it run (runtime_emulated.cpp). */
+void nbi_emu_spin();
 void nbi_emu_sync_block();
 void nbi_emu_sync_warp();
 /* All lanes of the warp hand in `bytes` (16 at most) and see each other's: slot of lane i. Valid

@@ -2,11 +2,16 @@
  * its MoE runners. */
 #include "backend/cuda/runtime.h"
 
+#include <sched.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include <algorithm>
+
+#include "base/clock.h"
+
+#define POLLS_OF_A_LOOK 256u /* of the stream, between two looks at the other ranks */
 
 struct nbi_rt_graph {
     cudaGraph_t graph;
@@ -47,10 +52,10 @@ static void read_driver(nbi_rt *rt)
              cuda / 1000, cuda % 1000 / 10);
 }
 
-static bool read_device(nbi_rt *rt)
+static bool read_device(nbi_rt *rt, int index)
 {
     cudaDeviceProp p;
-    if (!ok(rt, "properties of device 0", cudaGetDeviceProperties(&p, 0))) return false;
+    if (!ok(rt, "properties of a device", cudaGetDeviceProperties(&p, index))) return false;
     rt->sm = p.major * 10 + p.minor;
     rt->n_sms = p.multiProcessorCount;
     rt->l2_bytes = (size_t)p.l2CacheSize;
@@ -176,7 +181,7 @@ uint64_t nbi_rt_stamp_ns(nbi_rt *rt, uint32_t i)
     return i < s->n && s->n == rt->n_stamps ? s->ns[i] : 0;
 }
 
-bool nbi_rt_open(nbi_rt *rt)
+bool nbi_rt_open(nbi_rt *rt, uint32_t index)
 {
     *rt = {};
     int n = 0;
@@ -187,7 +192,14 @@ bool nbi_rt_open(nbi_rt *rt)
         cudaGetLastError();
         return false;
     }
-    if (!ok(rt, "device 0", cudaSetDevice(0)) || !read_device(rt)) return false;
+    const int device = n == 1 ? 0 : (int)index;
+    if (device >= n) {
+        snprintf(rt->error, sizeof rt->error,
+                 "GPU %d is asked for, %d are visible (CUDA_VISIBLE_DEVICES)", device, n);
+        return false;
+    }
+    if (!ok(rt, "choice of a device", cudaSetDevice(device)) || !read_device(rt, device))
+        return false;
     for (cudaEvent_t &mark : rt->marks)
         if (!ok(rt, "event", cudaEventCreateWithFlags(&mark, cudaEventDisableTiming))) return false;
     return ok(rt, "stream", cudaStreamCreateWithFlags(&rt->stream, cudaStreamNonBlocking)) &&
@@ -300,9 +312,22 @@ void nbi_rt_wait_mark(nbi_rt *rt, uint32_t i)
     if (!rt->error[0]) ok(rt, "a copy or a kernel", cudaEventSynchronize(rt->marks[i]));
 }
 
+/* Kernels that wait for those of a rank that is gone would never end. */
+static cudaError_t wait_beside_ranks(nbi_rt *rt)
+{
+    cudaError_t e;
+    for (uint32_t n = 1; (e = cudaStreamQuery(rt->stream)) == cudaErrorNotReady; n++) {
+        if (n % POLLS_OF_A_LOOK) continue;
+        if (rt->lost(rt->lost_user) || (rt->until_ns && nbi_now_ns() > rt->until_ns))
+            *(volatile uint32_t *)rt->stop = 1;
+        sched_yield();
+    }
+    return e;
+}
+
 bool nbi_rt_sync(nbi_rt *rt)
 {
-    const cudaError_t e = cudaStreamSynchronize(rt->stream);
+    const cudaError_t e = rt->lost ? wait_beside_ranks(rt) : cudaStreamSynchronize(rt->stream);
     if (e != cudaSuccess) nbi_rt_fail(rt, "a kernel", (int)e);
     return !rt->error[0];
 }
@@ -379,4 +404,85 @@ void nbi_rt_graph_free(nbi_rt *rt, nbi_rt_graph **g)
     cudaGraphDestroy((*g)->graph);
     delete *g;
     *g = NULL;
+}
+
+/* ---------------------------------------------------------------- ranks */
+
+nbi_rt_device_id nbi_rt_device(nbi_rt *rt)
+{
+    nbi_rt_device_id id = {};
+    int device = 0;
+    if (ok(rt, "number of the device", cudaGetDevice(&device)))
+        ok(rt, "place of the device", cudaDeviceGetPCIBusId(id.text, (int)sizeof id.text, device));
+    return id;
+}
+
+bool nbi_rt_waits_for_ranks(nbi_rt *rt, bool (*lost)(void *user), void *user)
+{
+    if (!lost) {
+        nbi_rt_free_host(rt, rt->stop);
+        rt->stop = NULL;
+    } else if (!rt->stop) {
+        rt->stop = (uint32_t *)nbi_rt_alloc_host(rt, 64);
+        if (!rt->stop) return false;
+    }
+    rt->lost = lost;
+    rt->lost_user = user;
+    return true;
+}
+
+static bool said(char *why, size_t why_bytes, const char *what, cudaError_t e)
+{
+    if (e == cudaSuccess) return false;
+    cudaGetLastError();
+    snprintf(why, why_bytes, "%s: %s", what, cudaGetErrorString(e));
+    return true;
+}
+
+void *nbi_rt_share(nbi_rt *rt, size_t bytes, nbi_rt_handle *handle, char *why, size_t why_bytes)
+{
+    static_assert(sizeof(cudaIpcMemHandle_t) == sizeof *handle, "a handle of CUDA");
+    const size_t piece = (size_t)2 << 20;
+    cudaIpcMemHandle_t h;
+    void *p = NULL;
+    rt->n_calls++;
+    bytes = (bytes + piece - 1) / piece * piece;
+    if (said(why, why_bytes, "device memory", cudaMalloc(&p, bytes))) return NULL;
+    if (said(why, why_bytes, "clearing it", cudaMemset(p, 0, bytes)) ||
+        said(why, why_bytes, "clearing it", cudaDeviceSynchronize()) ||
+        said(why, why_bytes, "cudaIpcGetMemHandle", cudaIpcGetMemHandle(&h, p))) {
+        cudaFree(p);
+        return NULL;
+    }
+    memcpy(handle, &h, sizeof h);
+    return p;
+}
+
+void nbi_rt_unshare(nbi_rt *rt, void *p, size_t bytes)
+{
+    (void)bytes;
+    nbi_rt_free(rt, p);
+}
+
+void *nbi_rt_open_shared(nbi_rt *rt, const nbi_rt_handle *handle, size_t bytes, char *why,
+                         size_t why_bytes)
+{
+    (void)bytes;
+    cudaIpcMemHandle_t h;
+    void *p = NULL;
+    rt->n_calls++;
+    memcpy(&h, handle, sizeof h);
+    if (said(why, why_bytes, "cudaIpcOpenMemHandle",
+             cudaIpcOpenMemHandle(&p, h, cudaIpcMemLazyEnablePeerAccess)))
+        return NULL;
+    return p;
+}
+
+void nbi_rt_close_shared(nbi_rt *rt, void *p, size_t bytes)
+{
+    (void)bytes;
+    rt->n_calls++;
+    if (!p) return;
+    cudaStreamSynchronize(rt->stream);
+    cudaIpcCloseMemHandle(p);
 }

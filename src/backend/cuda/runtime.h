@@ -38,9 +38,16 @@ struct nbi_rt {
     bool stamps;      /* launches are stamped */
     struct nbi_rt_stamps *stamped; /* NULL: never wanted */
     uint32_t n_stamps;             /* launches since nbi_rt_stamps_clear() */
+
+    /* kernels that wait for kernels of other ranks: nbi_rt_waits_for_ranks() */
+    uint32_t *stop; /* host memory that kernels read: 1: wait no longer */
+    bool (*lost)(void *user);
+    void *lost_user;
+    uint64_t until_ns; /* on nbi_now_ns()'s clock; 0: no end */
 #if NBI_EMULATED
     std::vector<std::function<void()>> *record, *stream; /* stream: asked for, done by a wait */
     uint64_t *clock;                                     /* [n_clock] */
+    int shared_file;                                     /* of nbi_rt_share() */
 #else
     cudaStream_t stream;
     cudaEvent_t opened, mark;        /* of nbi_rt_seconds() */
@@ -52,9 +59,20 @@ struct nbi_rt {
 /* A recorded sequence of launches and copies. */
 struct nbi_rt_graph;
 
-/* Opens device 0 of CUDA_VISIBLE_DEVICES. False with a sentence in `error` when there is none that
+/* Memory that other processes of this host can open. */
+struct nbi_rt_handle {
+    unsigned char bytes[64];
+};
+
+/* What names a device among those of its host. */
+struct nbi_rt_device_id {
+    char text[32];
+};
+
+/* Opens that device of CUDA_VISIBLE_DEVICES; of one that is alone there, that one whatever the
+ * index: then somebody has dealt them out. False with a sentence in `error` when there is none that
  * this build's kernels run on. */
-bool nbi_rt_open(nbi_rt *rt);
+bool nbi_rt_open(nbi_rt *rt, uint32_t index);
 void nbi_rt_close(nbi_rt *rt);
 
 void *nbi_rt_alloc(nbi_rt *rt, size_t bytes); /* device memory, zeroed; NULL */
@@ -62,6 +80,23 @@ void nbi_rt_free(nbi_rt *rt, void *p);
 void *nbi_rt_alloc_host(nbi_rt *rt, size_t bytes); /* pinned, zeroed; NULL */
 void nbi_rt_free_host(nbi_rt *rt, void *p);
 bool nbi_rt_memory(nbi_rt *rt, size_t *free_bytes, size_t *total_bytes);
+
+/* ---- ranks */
+
+nbi_rt_device_id nbi_rt_device(nbi_rt *rt);
+
+/* While the host waits for kernels it asks `lost` now and then, and looks at the clock; where it is
+ * so, or late, *stop is set for good. False: no memory. Without `lost`, forgets all of it. */
+bool nbi_rt_waits_for_ranks(nbi_rt *rt, bool (*lost)(void *user), void *user);
+
+/* Device memory, zeroed, of whole pieces of 2 MB; what others need to open it. NULL with a sentence
+ * in `why`, which is not an error of the stream. */
+void *nbi_rt_share(nbi_rt *rt, size_t bytes, nbi_rt_handle *handle, char *why, size_t why_bytes);
+void nbi_rt_unshare(nbi_rt *rt, void *p, size_t bytes);
+/* The memory of another process as this one's kernels see it; likewise. */
+void *nbi_rt_open_shared(nbi_rt *rt, const nbi_rt_handle *handle, size_t bytes, char *why,
+                         size_t why_bytes);
+void nbi_rt_close_shared(nbi_rt *rt, void *p, size_t bytes);
 
 /* In the order of the stream. Host memory must be pinned and stay as it is until nbi_rt_sync(). */
 void nbi_rt_upload(nbi_rt *rt, void *dst, const void *src, size_t bytes);

@@ -1,9 +1,14 @@
 /* The host's side of the device (runtime.h) over plain memory. Callers: as runtime.cu. */
 #include "backend/cuda/runtime.h"
 
+#include <errno.h>
+#include <fcntl.h>
+#include <sched.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
 
 #include "base/clock.h"
 
@@ -19,8 +24,10 @@ uint64_t nbi_emu_ns()
     return nbi_now_ns();
 }
 
-bool nbi_rt_open(nbi_rt *rt)
+/* Any number of devices. */
+bool nbi_rt_open(nbi_rt *rt, uint32_t index)
 {
+    (void)index;
     *rt = {};
     rt->sm = 90;
     rt->n_sms = 4; /* few: kernels that loop over their work are seen to loop */
@@ -38,13 +45,18 @@ void nbi_rt_later(nbi_rt *rt, const std::function<void()> &step)
     (rt->recording ? rt->record : rt->stream)->push_back(step);
 }
 
+/* The runtime whose kernels run in this thread. */
+static thread_local nbi_rt *waiting;
+
 /* Does what was asked for. */
 static void catch_up(nbi_rt *rt)
 {
     std::vector<std::function<void()>> steps;
     steps.swap(*rt->stream);
+    waiting = rt;
     for (const std::function<void()> &step : steps)
         if (!rt->error[0]) step();
+    waiting = NULL;
     steps.clear();
     rt->stream->swap(steps); /* keeps its memory */
 }
@@ -221,4 +233,96 @@ void nbi_rt_graph_free(nbi_rt *rt, nbi_rt_graph **g)
 void nbi_rt_fail(nbi_rt *rt, const char *what, int code)
 {
     if (!rt->error[0]) snprintf(rt->error, sizeof rt->error, "%s: error %d", what, code);
+}
+
+/* ---------------------------------------------------------------- ranks */
+
+nbi_rt_device_id nbi_rt_device(nbi_rt *rt)
+{
+    nbi_rt_device_id id = {};
+    (void)rt;
+    snprintf(id.text, sizeof id.text, "process %d", (int)getpid());
+    return id;
+}
+
+/* The thread that would look at the other ranks is the one that runs the kernel. */
+void nbi_emu_spin()
+{
+    sched_yield();
+    nbi_rt *rt = waiting;
+    if (!rt || !rt->lost) return;
+    if (rt->lost(rt->lost_user) || (rt->until_ns && nbi_now_ns() > rt->until_ns)) *rt->stop = 1;
+}
+
+bool nbi_rt_waits_for_ranks(nbi_rt *rt, bool (*lost)(void *user), void *user)
+{
+    if (!lost) {
+        nbi_rt_free_host(rt, rt->stop);
+        rt->stop = NULL;
+    } else if (!rt->stop) {
+        rt->stop = static_cast<uint32_t *>(nbi_rt_alloc_host(rt, 64));
+        if (!rt->stop) return false;
+    }
+    rt->lost = lost;
+    rt->lost_user = user;
+    return true;
+}
+
+/* A handle is the process and its file of memory without a name. */
+struct shared_place {
+    int32_t process, file;
+};
+
+static void *map_file(int file, size_t bytes)
+{
+    void *p = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+    return p == MAP_FAILED ? NULL : p;
+}
+
+void *nbi_rt_share(nbi_rt *rt, size_t bytes, nbi_rt_handle *handle, char *why, size_t why_bytes)
+{
+    rt->n_calls++;
+    const int file = memfd_create("nibble", MFD_CLOEXEC);
+    void *p =
+        file >= 0 && ftruncate(file, static_cast<off_t>(bytes)) == 0 ? map_file(file, bytes) : NULL;
+    if (!p) {
+        snprintf(why, why_bytes, "shared memory of %zu bytes: %s", bytes, strerror(errno));
+        if (file >= 0) close(file);
+        return NULL;
+    }
+    const shared_place place = {getpid(), file};
+    *handle = {};
+    memcpy(handle, &place, sizeof place);
+    rt->shared_file = file;
+    return p;
+}
+
+void nbi_rt_unshare(nbi_rt *rt, void *p, size_t bytes)
+{
+    catch_up(rt);
+    if (!p) return;
+    munmap(p, bytes);
+    close(rt->shared_file);
+}
+
+void *nbi_rt_open_shared(nbi_rt *rt, const nbi_rt_handle *handle, size_t bytes, char *why,
+                         size_t why_bytes)
+{
+    shared_place place;
+    char path[64];
+    rt->n_calls++;
+    memcpy(&place, handle, sizeof place);
+    snprintf(path, sizeof path, "/proc/%d/fd/%d", (int)place.process, (int)place.file);
+    const int file = open(path, O_RDWR | O_CLOEXEC);
+    void *p = file >= 0 ? map_file(file, bytes) : NULL;
+    if (!p) snprintf(why, why_bytes, "%s: %s", path, strerror(errno));
+    if (file >= 0) close(file);
+    return p;
+}
+
+void nbi_rt_close_shared(nbi_rt *rt, void *p, size_t bytes)
+{
+    rt->n_calls++;
+    catch_up(rt);
+    if (p) munmap(p, bytes);
 }

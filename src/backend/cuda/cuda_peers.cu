@@ -1,0 +1,308 @@
+/* One-shot exchange over the memory of GPUs of one host. Callers: cuda_ranks.cu.
+ *
+ * Every rank has a buffer that the others write to: for each of them, and for each of two turns,
+ * room for CHUNKS chunks. A chunk is what a block does at a time: a packet of two values and the
+ * number of the exchange (its epoch) twice for each thread, as in NCCL's LL protocol. A thread
+ * sends its packet to all others, then looks for theirs at its own place until they carry the
+ * epoch. So nothing has to be cleared and nobody has to be told.
+ *
+ * Turns alternate with the epoch, which is counted for each chunk on the device: recorded steps
+ * count on. A packet of epoch e may overwrite that of e - 2: its sender has seen the receiver's
+ * packet of e - 1, which was sent by a kernel behind the one that took e - 2.
+ *
+ * A block sends all it has before it waits, so blocks that wait hold up nobody; of those of other
+ * ranks it waits for the ones of the same chunks alone. */
+#include "backend/cuda/cuda_ranks.h"
+
+#include <string.h>
+
+#include "base/clock.h"
+
+#define THREADS      256u
+#define CHUNK        (2 * THREADS) /* values */
+#define CHUNKS       256u          /* of one exchange; more values go in pieces */
+#define PIECE        ((size_t)CHUNK * CHUNKS)
+#define TURN_BYTES   ((size_t)CHUNKS * THREADS * sizeof(nbi_u32x4))
+#define BLOCKS_EACH  4u    /* for each multiprocessor: all of a launch are there together */
+#define LOOKS        1024u /* at packets, between two at `stop` */
+
+#define PROBE_VALUES 6144u
+#define PROBE_SUMS   (NBI_EMULATED ? 1u : 16u)
+#define PROBE_NS     (NBI_EMULATED ? 300000000000u : 10000000000u)
+
+struct join_args {
+    float *out;
+    const float *in;
+    uint32_t from, n; /* of the values [rows][in_stride] */
+    uint32_t width, in_stride;
+    uint32_t first[NBI_PEERS_MAX + 1];
+};
+
+static NBI_DEV nbi_u32x4 *place(char *buffer, uint32_t from, uint32_t epoch, uint32_t chunk)
+{
+    char *turn = buffer + (2 * from + (epoch & 1u)) * TURN_BYTES;
+    return reinterpret_cast<nbi_u32x4 *>(turn) + chunk * THREADS + threadIdx.x;
+}
+
+template <uint32_t N>
+static NBI_DEV void send(const nbi_peer_view &v, uint32_t chunk, float a, float b)
+{
+    const uint32_t epoch = nbi_load_fresh(&v.epochs[chunk]) + 1;
+    const nbi_u32x4 packet = {{nbi_bits(a), epoch, nbi_bits(b), epoch}};
+#pragma unroll
+    for (uint32_t r = 0; r < N; r++)
+        if (r < v.size && r != v.rank)
+            nbi_packet_send(place(v.buffers[r], v.rank, epoch, chunk), packet);
+}
+
+/* The values of all ranks: got[r], but for the own ones. */
+template <uint32_t N>
+static NBI_DEV void receive(const nbi_peer_view &v, uint32_t chunk, nbi_u32x4 (&got)[N])
+{
+    const uint32_t epoch = nbi_load_fresh(&v.epochs[chunk]) + 1;
+    char *own = v.buffers[v.rank];
+    for (uint32_t looks = 1;; looks++) {
+        bool all = true;
+#pragma unroll
+        for (uint32_t r = 0; r < N; r++) {
+            if (r >= v.size || r == v.rank) continue;
+            got[r] = nbi_packet_look(place(own, r, epoch, chunk));
+            all = all && got[r].v[1] == epoch && got[r].v[3] == epoch;
+        }
+        if (all || ((NBI_EMULATED || looks % LOOKS == 0) && nbi_host_word(v.stop))) return;
+        nbi_spin();
+    }
+}
+
+/* Behind the last use of the chunk's epoch by the block's threads. */
+static NBI_DEV void count(const nbi_peer_view &v, uint32_t chunk)
+{
+    __syncthreads();
+    if (threadIdx.x == 0) v.epochs[chunk]++;
+}
+
+template <uint32_t N>
+static __global__ void __launch_bounds__(THREADS, BLOCKS_EACH)
+    sum_kernel(const __grid_constant__ nbi_peer_view v, float *x, uint32_t n)
+{
+    nbi_wait_before();
+    nbi_let_next();
+    const uint32_t n_chunks = (n + CHUNK - 1) / CHUNK;
+    for (uint32_t c = blockIdx.x; c < n_chunks; c += gridDim.x) {
+        const uint32_t i = c * CHUNK + 2 * threadIdx.x;
+        send<N>(v, c, i < n ? x[i] : 0, i + 1 < n ? x[i + 1] : 0);
+    }
+    for (uint32_t c = blockIdx.x; c < n_chunks; c += gridDim.x) {
+        const uint32_t i = c * CHUNK + 2 * threadIdx.x;
+        const float own_a = i < n ? x[i] : 0, own_b = i + 1 < n ? x[i + 1] : 0;
+        nbi_u32x4 got[N] = {};
+        receive<N>(v, c, got);
+        float a = v.rank == 0 ? own_a : nbi_float(got[0].v[0]);
+        float b = v.rank == 0 ? own_b : nbi_float(got[0].v[2]);
+#pragma unroll
+        for (uint32_t r = 1; r < N; r++) {
+            if (r >= v.size) continue;
+            a += r == v.rank ? own_a : nbi_float(got[r].v[0]);
+            b += r == v.rank ? own_b : nbi_float(got[r].v[2]);
+        }
+        if (i < n) x[i] = a;
+        if (i + 1 < n) x[i + 1] = b;
+        count(v, c);
+    }
+}
+
+static NBI_DEV void put(const join_args &a, uint32_t first, uint32_t end, uint32_t at, float x)
+{
+    const uint32_t row = at / a.in_stride, column = at - row * a.in_stride;
+    if (column < end - first) a.out[static_cast<size_t>(row) * a.width + first + column] = x;
+}
+
+template <uint32_t N>
+static __global__ void __launch_bounds__(THREADS, BLOCKS_EACH)
+    join_kernel(const __grid_constant__ nbi_peer_view v, const __grid_constant__ join_args a)
+{
+    nbi_wait_before();
+    nbi_let_next();
+    const uint32_t n_chunks = (a.n + CHUNK - 1) / CHUNK;
+    const float *in = a.in + a.from;
+    for (uint32_t c = blockIdx.x; c < n_chunks; c += gridDim.x) {
+        const uint32_t i = c * CHUNK + 2 * threadIdx.x;
+        send<N>(v, c, i < a.n ? in[i] : 0, i + 1 < a.n ? in[i + 1] : 0);
+    }
+    for (uint32_t c = blockIdx.x; c < n_chunks; c += gridDim.x) {
+        const uint32_t i = c * CHUNK + 2 * threadIdx.x;
+        nbi_u32x4 got[N] = {};
+        receive<N>(v, c, got);
+#pragma unroll
+        for (uint32_t r = 0; r < N; r++) {
+            if (r >= v.size) continue;
+            const bool own = r == v.rank;
+            if (i < a.n)
+                put(a, a.first[r], a.first[r + 1], a.from + i,
+                    own ? in[i] : nbi_float(got[r].v[0]));
+            if (i + 1 < a.n)
+                put(a, a.first[r], a.first[r + 1], a.from + i + 1,
+                    own ? in[i + 1] : nbi_float(got[r].v[2]));
+        }
+        count(v, c);
+    }
+}
+
+/* ---------------------------------------------------------------- launches */
+
+static dim3 grid_of(const nbi_cuda *c, size_t n)
+{
+    const uint32_t chunks = static_cast<uint32_t>((n + CHUNK - 1) / CHUNK);
+    const uint32_t most = BLOCKS_EACH * static_cast<uint32_t>(c->rt.n_sms);
+    return dim3(chunks < most ? chunks : most);
+}
+
+void nbi_cuda_peers_sum(nbi_cuda *c, const nbi_cuda_peers *p, float *x, size_t n)
+{
+    const auto kernel = p->view.size <= 2   ? sum_kernel<2>
+                        : p->view.size <= 4 ? sum_kernel<4>
+                                            : sum_kernel<NBI_PEERS_MAX>;
+    for (size_t at = 0; at < n; at += PIECE) {
+        const size_t m = n - at < PIECE ? n - at : PIECE;
+        nbi_launch(&c->rt, grid_of(c, m), dim3(THREADS), 0, kernel, p->view, x + at,
+                   static_cast<uint32_t>(m));
+    }
+}
+
+void nbi_cuda_peers_join(nbi_cuda *c, const nbi_cuda_peers *p, const nbi_join_ranks_args *a)
+{
+    const auto kernel = p->view.size <= 2   ? join_kernel<2>
+                        : p->view.size <= 4 ? join_kernel<4>
+                                            : join_kernel<NBI_PEERS_MAX>;
+    const size_t n = static_cast<size_t>(a->n_rows) * a->in_stride;
+    NB_ASSERT(n <= UINT32_MAX - PIECE);
+    join_args k = {a->out, a->in, 0, 0, a->width, a->in_stride, {}};
+    for (uint32_t r = 0; r <= p->view.size; r++) k.first[r] = a->first[r];
+    for (size_t at = 0; at < n; at += PIECE) {
+        const size_t m = n - at < PIECE ? n - at : PIECE;
+        k.from = static_cast<uint32_t>(at);
+        k.n = static_cast<uint32_t>(m);
+        nbi_launch(&c->rt, grid_of(c, m), dim3(THREADS), 0, kernel, p->view, k);
+    }
+}
+
+/* ---------------------------------------------------------------- the proof */
+
+static float probe_value(uint32_t rank, uint32_t turn, uint32_t i)
+{
+    const uint32_t v = (rank * 2654435761u) ^ (turn * 97u + i) * 40503u;
+    return static_cast<float>(static_cast<int32_t>(v * 2246822519u)) * (i % 5 ? 1.0f : 1e-4f);
+}
+
+/* One sum, of values that tell rank, turn and place. */
+static nb_status probe_sum(nbi_cuda *c, const nbi_cuda_peers *p, float *x, uint32_t n,
+                           uint32_t turn, nb_error *err)
+{
+    float *host = reinterpret_cast<float *>(c->stage[0]);
+    for (uint32_t i = 0; i < n; i++) host[i] = probe_value(p->view.rank, turn, i);
+    nbi_rt_upload(&c->rt, x, host, n * sizeof *x);
+    nbi_cuda_peers_sum(c, p, x, n);
+    if (!nbi_rt_sync(&c->rt)) return nbi_fail(err, NB_INTERNAL, "%s", c->rt.error);
+    if (*c->rt.stop)
+        return nbi_fail(err, NB_UNSUPPORTED, "a sum of %u values did not end within %.0f s", n,
+                        1e-9 * PROBE_NS);
+    nbi_rt_download(&c->rt, host, x, n * sizeof *x);
+    if (!nbi_rt_sync(&c->rt)) return nbi_fail(err, NB_INTERNAL, "%s", c->rt.error);
+    for (uint32_t i = 0; i < n; i++) {
+        float want = probe_value(0, turn, i);
+        for (uint32_t r = 1; r < p->view.size; r++) want += probe_value(r, turn, i);
+        if (memcmp(&want, &host[i], sizeof want) != 0)
+            return nbi_fail(err, NB_UNSUPPORTED,
+                            "value %u of a sum of %u over memory of other GPUs is %.9g; expected "
+                            "%.9g",
+                            i, n, static_cast<double>(host[i]), static_cast<double>(want));
+    }
+    return NB_OK;
+}
+
+/* Sums as a step does them: recorded. */
+static void time_sums(nbi_cuda *c, nbi_cuda_peers *p, float *x)
+{
+    nbi_rt_record(&c->rt);
+    for (uint32_t i = 0; i < PROBE_SUMS; i++) nbi_cuda_peers_sum(c, p, x, PROBE_VALUES);
+    nbi_rt_graph *g = nbi_rt_record_end(&c->rt);
+    if (!g) return;
+    nbi_rt_replay(&c->rt, g);
+    const double begin = nbi_rt_seconds(&c->rt);
+    nbi_rt_replay(&c->rt, g);
+    const double end = nbi_rt_seconds(&c->rt);
+    p->latency_us = static_cast<float>(1e6 * (end - begin) / PROBE_SUMS);
+    nbi_rt_graph_free(&c->rt, &g);
+}
+
+static nb_status probe(nbi_cuda *c, nbi_cuda_peers *p, nb_error *err)
+{
+    const uint32_t sizes[] = {1, CHUNK + 3, PROBE_VALUES, PROBE_VALUES, 5};
+    float *x = static_cast<float *>(nbi_rt_alloc(&c->rt, PROBE_VALUES * sizeof *x));
+    nb_status st = x ? NB_OK : nbi_fail(err, NB_NO_MEMORY, "cuda: out of memory");
+    c->rt.until_ns = nbi_now_ns() + PROBE_NS;
+    for (uint32_t i = 0; i < sizeof sizes / sizeof *sizes && st == NB_OK; i++)
+        st = probe_sum(c, p, x, sizes[i], i, err);
+    if (st == NB_OK) time_sums(c, p, x);
+    if (st == NB_OK && *c->rt.stop)
+        st = nbi_fail(err, NB_UNSUPPORTED, "sums did not end within %.0f s", 1e-9 * PROBE_NS);
+    nbi_rt_free(&c->rt, x);
+    c->rt.until_ns = 0;
+    return st;
+}
+
+/* ---------------------------------------------------------------- life */
+
+static nb_status share(nbi_cuda *c, nbi_cuda_peers *p, nbi_rt_handle *handle, nb_error *err)
+{
+    char why[160];
+    p->bytes = 2 * p->view.size * TURN_BYTES;
+    p->view.stop = c->rt.stop;
+    p->view.epochs = static_cast<uint32_t *>(nbi_rt_alloc(&c->rt, CHUNKS * sizeof(uint32_t)));
+    char *own = static_cast<char *>(nbi_rt_share(&c->rt, p->bytes, handle, why, sizeof why));
+    p->view.buffers[p->view.rank] = own;
+    if (!own) return nbi_fail(err, NB_UNSUPPORTED, "%s", why);
+    return p->view.epochs ? NB_OK : nbi_fail(err, NB_NO_MEMORY, "cuda: out of memory");
+}
+
+static nb_status open_others(nbi_cuda *c, nbi_cuda_peers *p, const nbi_rt_handle *handles,
+                             nb_error *err)
+{
+    char why[160];
+    for (uint32_t r = 0; r < p->view.size; r++) {
+        if (r == p->view.rank) continue;
+        p->view.buffers[r] =
+            static_cast<char *>(nbi_rt_open_shared(&c->rt, &handles[r], p->bytes, why, sizeof why));
+        if (!p->view.buffers[r])
+            return nbi_fail(err, NB_UNSUPPORTED, "memory of rank %u: %s", r, why);
+    }
+    return NB_OK;
+}
+
+nb_status nbi_cuda_peers_open(nbi_cuda *c, nbi_cuda_peers *p, const nbi_rank_link *link,
+                              nb_error *err)
+{
+    nbi_rt_handle own = {}, handles[NBI_PEERS_MAX];
+    nb_error mine = {};
+    if (link->size > NBI_PEERS_MAX || !link->one_host)
+        return nbi_fail(err, NB_UNSUPPORTED, "it is for up to %u ranks of one host", NBI_PEERS_MAX);
+    *p = {};
+    p->view.rank = link->rank;
+    p->view.size = link->size;
+    nb_status st = share(c, p, &own, &mine);
+    NB_TRY(link->agree(link->user, st, &mine, err));
+    NB_TRY(link->gather(link->user, handles, &own, sizeof own, err));
+    st = open_others(c, p, handles, &mine);
+    NB_TRY(link->agree(link->user, st, &mine, err));
+    st = probe(c, p, &mine);
+    return link->agree(link->user, st, &mine, err);
+}
+
+void nbi_cuda_peers_close(nbi_cuda *c, nbi_cuda_peers *p)
+{
+    for (uint32_t r = 0; r < p->view.size; r++)
+        if (r != p->view.rank) nbi_rt_close_shared(&c->rt, p->view.buffers[r], p->bytes);
+    if (p->view.size) nbi_rt_unshare(&c->rt, p->view.buffers[p->view.rank], p->bytes);
+    nbi_rt_free(&c->rt, p->view.epochs);
+    *p = {};
+}

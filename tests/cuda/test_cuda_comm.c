@@ -1,0 +1,270 @@
+/* Sums over ranks on the device: several processes of this host, each with a device, or all with
+ * one where there is one only. Every form of the exchange gives the bits of the sum in the order of
+ * ranks. With --bench: what sums of recorded steps take. */
+#include <unistd.h>
+
+#include "base/clock.h"
+#include "comm/device_ranks.h"
+#include "cuda/gpu_util.h"
+#include "cuda/rank_util.h"
+
+#define MOST  140000u /* values; more than one piece of any form */
+#define STEPS 5u
+
+static uint32_t per_device;
+
+static float value(uint32_t rank, uint32_t turn, uint32_t i)
+{
+    uint32_t v = (rank * 2654435761u) ^ ((i + 977u * turn) * 40503u + 7);
+    v ^= v >> 15;
+    v *= 2246822519u;
+    return ((float)(v >> 8) * 0x1p-24f - 0.5f) * (i % 7 ? 1.0f : 1e6f);
+}
+
+static float sum_value(uint32_t size, uint32_t turn, uint32_t i)
+{
+    float sum = value(0, turn, i);
+    for (uint32_t r = 1; r < size; r++) sum += value(r, turn, i);
+    return sum;
+}
+
+static nbi_backend *open_device(nbi_comm *comm, const char *exchange)
+{
+    const nbi_limits limits = {.max_rows = 64,
+                               .max_seqs = 64,
+                               .max_context = 256,
+                               .max_logit_rows = 1,
+                               .max_linear_cols = 64,
+                               .max_linear_rows = 64,
+                               .vocab = 64};
+    nbi_backend_options o = {
+        .cpu_level = NBI_CPU_LEVEL_COUNT, .ranks_per_device = per_device, .exchange = exchange};
+    nbi_backend *b = NULL;
+    nb_error err = {0};
+    nbi_comm_device(comm, &o);
+    rank_must(nbi_backend_open(&b, "cuda", &o, &err), &err);
+    rank_must(nbi_comm_join_device(comm, b, &err), &err);
+    rank_must(b->ops->reserve(b, &limits, &err), &err);
+    return b;
+}
+
+static uint32_t check_sum(nbi_backend *b, nbi_comm *comm, float *x, float *host, uint32_t n,
+                          uint32_t turn)
+{
+    const uint32_t size = nbi_comm_size(comm);
+    uint32_t wrong = 0;
+    nb_error err = {0};
+    for (uint32_t i = 0; i < n + 1; i++) host[i] = value(nbi_comm_rank(comm), turn, i);
+    b->ops->upload(b, x, host, (n + 1) * sizeof *x);
+    b->ops->sum_ranks(b, &(nbi_sum_ranks_args){.x = x, .n = n});
+    rank_must(b->ops->sync(b, &err), &err);
+    const float behind = host[n];
+    b->ops->download(b, host, x, (n + 1) * sizeof *x);
+    for (uint32_t i = 0; i < n; i++) {
+        const float want = sum_value(size, turn, i);
+        wrong += memcmp(&want, &host[i], sizeof want) != 0;
+    }
+    wrong += memcmp(&behind, &host[n], sizeof behind) != 0;
+    if (wrong) fprintf(stderr, "%u of %u values of a sum are wrong\n", wrong, n);
+    return wrong;
+}
+
+/* Parts of different widths, also none. */
+static uint32_t check_join(nbi_backend *b, nbi_comm *comm, float *x, float *host, uint32_t stride)
+{
+    enum { ROWS = 3 };
+    const uint32_t size = nbi_comm_size(comm), rank = nbi_comm_rank(comm);
+    uint32_t first[NBI_RANKS_MAX + 1] = {0}, wrong = 0;
+    nb_error err = {0};
+    for (uint32_t r = 0; r < size; r++)
+        first[r + 1] = first[r] + (r == 0 ? stride : r + 1 == size ? 0 : stride - 13 * r);
+    const uint32_t width = first[size];
+    float *in = x, *out = x + (size_t)ROWS * stride;
+    for (uint32_t i = 0; i < ROWS * stride; i++) host[i] = value(rank, 9, i);
+    b->ops->upload(b, in, host, ROWS * stride * sizeof *x);
+    b->ops->join_ranks(b, &(nbi_join_ranks_args){.out = out,
+                                                 .in = in,
+                                                 .first = first,
+                                                 .n_rows = ROWS,
+                                                 .width = width,
+                                                 .in_stride = stride});
+    rank_must(b->ops->sync(b, &err), &err);
+    b->ops->download(b, host, out, (size_t)ROWS * width * sizeof *x);
+    for (uint32_t t = 0; t < ROWS; t++)
+        for (uint32_t r = 0; r < size; r++)
+            for (uint32_t i = 0; i < first[r + 1] - first[r]; i++)
+                wrong += host[t * width + first[r] + i] != value(r, 9, t * stride + i);
+    if (wrong) fprintf(stderr, "%u values of joined rows of %u are wrong\n", wrong, stride);
+    return wrong;
+}
+
+/* The same sums in steps of the same counts: from the third on what was recorded. */
+static uint32_t check_steps(nbi_backend *b, nbi_comm *comm, float *x, float *host)
+{
+    const int32_t ids[2] = {0}, pos[2] = {0, 1}, row_seq[2] = {0}, seq_first[2] = {0, 2},
+                  seq_len[1] = {2}, pages[1] = {0}, none[1] = {0};
+    int32_t fault[2] = {0};
+    const nbi_batch batch = {.n_rows = 2,
+                             .n_seqs = 1,
+                             .page_stride = 1,
+                             .max_len = 2,
+                             .ids = ids,
+                             .pos = pos,
+                             .row_seq = row_seq,
+                             .seq_first = seq_first,
+                             .seq_len = seq_len,
+                             .page_table = pages,
+                             .logit_rows = none,
+                             .row_fault = fault};
+    const uint32_t n = 1500, size = nbi_comm_size(comm);
+    uint32_t wrong = 0;
+    nb_error err = {0};
+    for (uint32_t turn = 0; turn < STEPS; turn++) {
+        const nbi_batch *device;
+        for (uint32_t i = 0; i < n; i++) host[i] = value(nbi_comm_rank(comm), turn, i);
+        b->ops->upload(b, x, host, n * sizeof *x);
+        if (b->ops->step_begin(b, &batch, 0, &device)) {
+            b->ops->sum_ranks(b, &(nbi_sum_ranks_args){.x = x, .n = n});
+            b->ops->sum_ranks(b, &(nbi_sum_ranks_args){.x = x, .n = 700});
+        }
+        rank_must(b->ops->step_end(b, &err), &err);
+        rank_must(b->ops->sync(b, &err), &err);
+        b->ops->download(b, host, x, n * sizeof *x);
+        for (uint32_t i = 0; i < n; i++) {
+            const float once = sum_value(size, turn, i);
+            float want = once;
+            for (uint32_t r = 1; r < size && i < 700; r++) want += once;
+            wrong += memcmp(&want, &host[i], sizeof want) != 0;
+        }
+    }
+    if (wrong) fprintf(stderr, "%u values of sums in steps are wrong\n", wrong);
+    return wrong;
+}
+
+static int body(nbi_comm *comm, const void *user)
+{
+    static const uint32_t lengths[] = {1, 511, 512, 513, 6144, 31107, MOST - 1, 2};
+    nbi_backend *b = open_device(comm, user);
+    float *x = b->ops->alloc(b, MOST * sizeof *x), *host = malloc(MOST * sizeof *host);
+    uint32_t wrong = !x || !host;
+    for (uint32_t k = 0; k < sizeof lengths / sizeof *lengths && !wrong; k++)
+        wrong += check_sum(b, comm, x, host, lengths[k], k);
+    for (uint32_t rows = 1; rows <= 64 && !wrong; rows *= 4)
+        wrong += check_sum(b, comm, x, host, rows * 384, rows);
+    if (!wrong) wrong += check_join(b, comm, x, host, 701);
+    if (!wrong) wrong += check_join(b, comm, x, host, 40);
+    if (!wrong) wrong += check_steps(b, comm, x, host);
+    b->ops->release(b, x, MOST * sizeof *x);
+    nbi_backend_close(&b);
+    free(host);
+    return wrong != 0;
+}
+
+static void test_one_shot(void **state)
+{
+    (void)state;
+    assert_int_equal(ranks_run(2, body, "one-shot"), 0);
+    assert_int_equal(ranks_run(3, body, "one-shot"), 0);
+}
+
+static void test_staged(void **state)
+{
+    (void)state;
+    assert_int_equal(ranks_run(2, body, "staged"), 0);
+    assert_int_equal(ranks_run(3, body, "staged"), 0);
+}
+
+/* The last rank leaves in the middle: the others are told, also those whose kernels wait for it. */
+static int lose(nbi_comm *comm, const void *user)
+{
+    nbi_backend *b = open_device(comm, user);
+    float *x = b->ops->alloc(b, 1000 * sizeof *x);
+    nb_error err = {0};
+    for (uint32_t turn = 0; turn < 3; turn++) {
+        if (turn == 2 && nbi_comm_rank(comm) + 1 == nbi_comm_size(comm)) {
+            nbi_comm_fail(comm, "the disk is on fire");
+            break;
+        }
+        b->ops->sum_ranks(b, &(nbi_sum_ranks_args){.x = x, .n = 1000});
+        const nb_status st = b->ops->sync(b, &err);
+        if (turn < 2) rank_must(st, &err);
+        if (turn == 2 && (st != NB_CLOSED || !strstr(err.text, "the disk is on fire"))) {
+            fprintf(stderr, "heard %d: %s\n", (int)st, err.text);
+            _exit(1);
+        }
+    }
+    b->ops->release(b, x, 1000 * sizeof *x);
+    nbi_backend_close(&b);
+    return 0;
+}
+
+static void test_lost(void **state)
+{
+    (void)state;
+    assert_int_equal(ranks_run(2, lose, "one-shot"), 0);
+    assert_int_equal(ranks_run(2, lose, "staged"), 0);
+}
+
+static int refuse(nbi_comm *comm, const void *user)
+{
+    const nbi_backend_options o = {.cpu_level = NBI_CPU_LEVEL_COUNT,
+                                   .ranks_per_device = nbi_comm_size(comm),
+                                   .exchange = user};
+    nbi_backend *b = NULL;
+    nb_error err = {0};
+    rank_must(nbi_backend_open(&b, "cuda", &o, &err), &err);
+    const nb_status st = nbi_comm_join_device(comm, b, &err);
+    nbi_backend_close(&b);
+    return st != NB_INVALID || !strstr(err.text, "--gpu-exchange is \"pigeons\"");
+}
+
+static void test_refused(void **state)
+{
+    (void)state;
+    assert_int_equal(ranks_run(2, refuse, "pigeons"), 0);
+}
+
+/* ---------------------------------------------------------------- --bench */
+
+static int bench(nbi_comm *comm, const void *user)
+{
+    enum { ROUNDS = 20 };
+    static const uint32_t rows[] = {1, 2, 4, 8, 16, 32, 64};
+    nbi_backend *b = open_device(comm, user);
+    const uint32_t most = 64 * 6144;
+    float *x = b->ops->alloc(b, most * sizeof *x);
+    nb_error err = {0};
+    for (uint32_t k = 0; k < sizeof rows / sizeof *rows; k++) {
+        const uint32_t n = rows[k] * 6144;
+        uint64_t begin = 0;
+        for (uint32_t i = 0; i <= ROUNDS; i++) {
+            if (i == 1) {
+                rank_must(b->ops->sync(b, &err), &err);
+                begin = nbi_now_ns();
+            }
+            b->ops->sum_ranks(b, &(nbi_sum_ranks_args){.x = x, .n = n});
+        }
+        rank_must(b->ops->sync(b, &err), &err);
+        if (nbi_comm_rank(comm) == 0)
+            printf("%s: sum of %u KB over %u ranks on %s: %.1f us\n", (const char *)user, n / 256,
+                   nbi_comm_size(comm), b->description,
+                   1e-3 * (double)(nbi_now_ns() - begin) / ROUNDS);
+    }
+    b->ops->release(b, x, most * sizeof *x);
+    nbi_backend_close(&b);
+    return 0;
+}
+
+int main(int argc, char **argv)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_one_shot),
+        cmocka_unit_test(test_staged),
+        cmocka_unit_test(test_lost),
+        cmocka_unit_test(test_refused),
+    };
+    per_device = ranks_per_device();
+    if (argc > 1 && !strcmp(argv[1], "--bench"))
+        return (int)(ranks_run(2, bench, "one-shot") + ranks_run(2, bench, "staged"));
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
