@@ -16,11 +16,17 @@
 #include "moe/cuda/moe_tiles.h"
 
 #define PAIRS_MAX 1024u
-#define WARPS     12u /* of a block, most */
 #define COLUMNS   8u  /* tokens of a matrix instruction */
 #define ROW_PAD   64u /* bytes between converted rows: two neighbours never share banks */
 #define SLOTS_MAX 64u /* converted rows */
 #define BARRIERS  512u
+
+/* Warps of a block. */
+__host__ __device__ constexpr uint32_t warps_of(nbi_weight_kind kind)
+{
+    const uint32_t unit = nbi_stream_unit_bytes(kind);
+    return unit > 4096 ? 8 : unit > 2304 ? 12 : 16;
+}
 
 /* Pairs of one expert: places first ... first + n - 1 of the sorted list. */
 struct entry {
@@ -377,7 +383,7 @@ static NBI_DEV void do_tile(const rows_args &a, const rows_shared &s, rows_asker
 
 /* MOST: column tiles of an entry. */
 template <nbi_weight_kind KIND, uint32_t MOST, bool GATE_UP>
-static __global__ void __launch_bounds__(WARPS *NBI_WARP, MOST == 1 ? 2 : 1)
+static __global__ void __launch_bounds__(warps_of(KIND) * NBI_WARP, 1)
     rows_kernel(const __grid_constant__ rows_args a)
 {
     constexpr uint32_t UNIT = nbi_stream_unit_bytes(KIND);
@@ -465,7 +471,7 @@ static bool divide(rows_args *k, uint32_t *shared, uint32_t *grid, const nbi_cud
     k->w = w;
     k->n_pairs = n_rows * s->top_k;
     k->n_experts = s->n_experts;
-    k->warps = unit > 4096 ? 8 : WARPS;
+    k->warps = warps_of(kind);
     k->stages = unit > 2304 ? 2 : 3;
     k->cap = each >= 4 ? 2 * COLUMNS : COLUMNS;
     k->entries = k->n_pairs; /* more than enough, until the grid is known */
