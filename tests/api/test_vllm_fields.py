@@ -1,11 +1,21 @@
 """Fields of OpenAI's APIs that vLLM and SGLang have added: prompt_logprobs, best_of, truncation, continued messages, names."""
 
+import json
+
+import httpx
 import pytest
 from api_server import stream
 from test_errors import error_of
 from test_native import PROMPT, completion
 
 ASK = [{"role": "user", "content": "What is 3+5?"}]
+
+
+@pytest.fixture(scope="module")
+def coarse(serve):
+    server = serve("--stream-interval", "8")
+    yield server
+    assert server.stop() == 0, server.log
 
 
 def chat(server, **body):
@@ -92,6 +102,47 @@ def test_stream_interval(server, serve):
              for more in ({}, {"stream_interval": 7})]
     assert "".join(texts[0]) == "".join(texts[1])
     coarse.stop()
+
+
+def shown_in(path, event):
+    """What a client adds to the answer so far."""
+    if path == "/v1/completions":
+        return "".join(c["text"] for c in event["choices"])
+    if path == "/v1/chat/completions":
+        return "".join((c["delta"].get("reasoning_content") or "") + (c["delta"].get("content") or "") for c in event["choices"])
+    if path == "/generate":
+        return event["text"]
+    if path == "/v1/messages":
+        delta = event.get("delta", {}) if event["type"] == "content_block_delta" else {}
+        return delta.get("thinking", "") + delta.get("text", "")
+    return event["delta"] if event["type"].endswith("_text.delta") else ""
+
+
+def tokens_in(path, event):
+    """The count that an event ends with, if it has one."""
+    usage = event.get("usage") or (event.get("response") or {}).get("usage") or event.get("meta_info") or {}
+    return usage.get("completion_tokens") or usage.get("output_tokens") or 0
+
+
+@pytest.mark.parametrize("path,body", [
+    ("/v1/completions", {"prompt": PROMPT, "max_tokens": 65, "ignore_eos": True, "seed": 5, "stream_options": {"include_usage": True}}),
+    ("/v1/chat/completions", {"messages": ASK, "max_tokens": 65, "ignore_eos": True, "seed": 5, "stream_options": {"include_usage": True}}),
+    ("/generate", {"text": PROMPT, "incremental": True, "sampling_params": {"max_new_tokens": 65, "ignore_eos": True, "sampling_seed": 5}}),
+    ("/v1/messages", {"messages": ASK, "max_tokens": 65, "ignore_eos": True, "seed": 5}),
+    ("/v1/responses", {"input": ASK, "max_output_tokens": 65, "ignore_eos": True, "seed": 5}),
+], ids=lambda v: v if isinstance(v, str) else "")
+def test_stream_interval_of_every_surface(server, coarse, path, body):
+    """The same text in fewer events, and all tokens counted."""
+    texts = []
+    for at in (server, coarse):
+        with httpx.stream("POST", at.url + path, json={**body, "stream": True}, timeout=300) as reply:
+            assert reply.status_code == 200, reply.read()
+            events = [json.loads(line[6:]) for line in reply.iter_lines() if line.startswith("data: {")]
+        texts.append([text for text in (shown_in(path, e) for e in events) if text])
+        assert max(tokens_in(path, e) for e in events) == 65
+    assert "".join(texts[0]) == "".join(texts[1]) and len("".join(texts[0])) > 65
+    # one for the first token, one for every 8, one for the end; where thinking ends there may be one more
+    assert 1 < len(texts[1]) <= 11, texts[1]
 
 
 REPEATS = {"repetition_detection": {"max_pattern_size": 4, "min_count": 5}}
