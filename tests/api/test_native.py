@@ -346,10 +346,11 @@ def test_load_counts(serve):
     wait_running(server, 2)
     streams += [begin(server, {"prompt": p, "max_tokens": 3000, "ignore_eos": True}) for p in ids[2:]]
     until = time.monotonic() + 20
-    while server.get("/health").json()["waiting"] < 3 and time.monotonic() < until:
+    one = {"num_waiting_reqs": 0}
+    while (one["num_waiting_reqs"] < 3 or one["num_used_tokens"] < 2 * 40) and time.monotonic() < until:
         time.sleep(0.01)
-    loads = server.get("/v1/loads").json()
-    one = loads["loads"][0]
+        loads = server.get("/v1/loads").json()  # pages in use are counted with the first step
+        one = loads["loads"][0]
     assert (one["num_running_reqs"], one["num_waiting_reqs"], one["num_total_reqs"]) == (2, 3, 5)
     assert one["num_total_tokens"] - one["num_used_tokens"] == 3 * 40 and one["num_used_tokens"] >= 2 * 40
     assert one["utilization"] == 1 and one["max_running_requests"] == 2 and one["queues"]["waiting"] == 3

