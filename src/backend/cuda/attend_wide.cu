@@ -167,6 +167,12 @@ NBI_DEV uint32_t consumer()
     return threadIdx.x / GROUP - 1;
 }
 
+/* The same so that the compiler sees it is one for the warp; all lanes. */
+NBI_DEV uint32_t warp_consumer()
+{
+    return __shfl_sync(NBI_FULL_MASK, threadIdx.x / GROUP, 0) - 1;
+}
+
 template <int SLOTS> NBI_DEV void load_queries(const nbi_cuda_attend &a, block_memory<SLOTS> *s)
 {
 #pragma unroll 3
@@ -195,7 +201,8 @@ template <int SLOTS> NBI_DEV void load_queries(const nbi_cuda_attend &a, block_m
 template <int SLOTS>
 NBI_DEV void score_tile(const block_memory<SLOTS> *s, const uint16_t *tile, float (&d)[SLOTS])
 {
-    const uint64_t k = nbi_wgmma_b(tile) + consumer() * 4, q = nbi_wgmma_b(s->q) + consumer() * 4;
+    const uint32_t first = warp_consumer() * 4;
+    const uint64_t k = nbi_wgmma_b(tile) + first, q = nbi_wgmma_b(s->q) + first;
     nbi_shared_to_async(); /* of the first warpgroup's copies */
     nbi_wgmma_hold(d);
     nbi_wgmma_begin();
@@ -218,12 +225,10 @@ template <int SLOTS> struct softmax {
     int n[2 * OWN];
 };
 
+/* NaN is left out; what has it becomes NaN by itself. */
 NBI_DEV float eight_max(float x)
 {
-    for (int d = 4; d < 32; d *= 2) {
-        const float y = __shfl_xor_sync(NBI_FULL_MASK, x, d);
-        x = y > x ? y : x;
-    }
+    for (int d = 4; d < 32; d *= 2) x = fmaxf(x, __shfl_xor_sync(NBI_FULL_MASK, x, d));
     return x;
 }
 
@@ -287,20 +292,22 @@ NBI_DEV void fold_tile(block_memory<SLOTS> *s, uint16_t *values, uint32_t tile, 
     for (int j = 0; j < OWN; j++) {
         nbi_f32x2 top;
 #pragma unroll
-        for (int e = 0; e < 2; e++)
-            top.v[e] = eight_max(x[j].v[e] > x[j].v[2 + e] ? x[j].v[e] : x[j].v[2 + e]);
+        for (int e = 0; e < 2; e++) top.v[e] = eight_max(fmaxf(x[j].v[e], x[j].v[2 + e]));
         if (g == 0) *reinterpret_cast<nbi_f32x2 *>(&s->top[warp][slot0 + 8 * j]) = top;
     }
     nbi_sync_some(2 + consumer(), GROUP);
-    uint16_t *rows = probabilities(values, warp / 2);
+    uint16_t *rows = probabilities(values, warp / 2) + slot0 * 64 + g;
 #pragma unroll
-    for (int j = 0; j < OWN; j++)
+    for (int e = 0; e < 2; e++) {
+        /* pieces of the row: 2 (warp % 2), + 1 of the upper halves, + 4, + 5 of the lower */
+        uint16_t *to = rows + e * 64;
+        const int at = ((warp % 2 * 2) ^ (slot0 + e) % 8) * 8;
 #pragma unroll
-        for (int e = 0; e < 2; e++) {
+        for (int j = 0; j < OWN; j++) {
             const int slot = slot0 + 8 * j + e;
-            float &m = r.m[2 * j + e], &l = r.l[2 * j + e], top = m;
-#pragma unroll
-            for (int w = 0; w < 4; w++) top = s->top[w][slot] > top ? s->top[w][slot] : top;
+            float &m = r.m[2 * j + e], &l = r.l[2 * j + e];
+            const float top = fmaxf(fmaxf(m, fmaxf(s->top[0][slot], s->top[1][slot])),
+                                    fmaxf(s->top[2][slot], s->top[3][slot]));
             const float base = top == -INFINITY ? 0 : -(top * scale);
             const float keep = nbi_attend_keep(m, top, scale, base);
             const float p = exp2f(fmaf(x[j].v[e], scale, base));
@@ -309,12 +316,10 @@ NBI_DEV void fold_tile(block_memory<SLOTS> *s, uint16_t *values, uint32_t tile, 
             l = fmaf(l, keep, p + q);
             uint32_t upper, lower;
             nbi_halves(p, q, &upper, &lower);
-            uint16_t *row = rows + slot * 64 + g;
-            const int swap = slot % 8, piece = warp % 2 * 2;
-            row[(piece ^ swap) * 8] = (uint16_t)upper;
-            row[((piece + 1) ^ swap) * 8] = (uint16_t)(upper >> 16);
-            row[((piece + 4) ^ swap) * 8] = (uint16_t)lower;
-            row[((piece + 5) ^ swap) * 8] = (uint16_t)(lower >> 16);
+            to[8 * j * 64 + at] = (uint16_t)upper;
+            to[8 * j * 64 + (at ^ 8)] = (uint16_t)(upper >> 16);
+            to[8 * j * 64 + (at ^ 32)] = (uint16_t)lower;
+            to[8 * j * 64 + (at ^ 40)] = (uint16_t)(lower >> 16);
             if (warp == 0 && g == 0) {
                 s->keep[slot] = keep;
                 s->m[slot] = m;
@@ -325,6 +330,7 @@ NBI_DEV void fold_tile(block_memory<SLOTS> *s, uint16_t *values, uint32_t tile, 
             m = -INFINITY;
             l = 0;
         }
+    }
     nbi_shared_to_async();
     nbi_sync_some(ALL_CONSUMERS, 2 * GROUP);
 }
@@ -337,11 +343,11 @@ template <int SLOTS> struct sums {
     float o[4][SLOTS / 2];
 };
 
-/* Values of 64 columns and half a tile's positions, as A. */
-NBI_DEV void load_values(uint32_t (&x)[2][4], const uint16_t *v)
+/* Values of the warpgroup's columns and 16 positions, as A. */
+NBI_DEV void load_values(uint32_t (&x)[4][4], const uint16_t *v)
 {
 #pragma unroll
-    for (int k = 0; k < 2; k++) nbi_ldmatrix_trans(x[k], v + k * 16 * 64);
+    for (int b = 0; b < 4; b++) nbi_ldmatrix_trans(x[b], v + b * TILE * 64);
 }
 
 /* A stage is read, by this warp. */
@@ -377,25 +383,25 @@ NBI_DEV void add_values(sums<SLOTS> &x, block_memory<SLOTS> *s, uint32_t at, boo
                         ((2 * warp + lane / 8 % 2) ^ lane % 8) * 8;
     const uint64_t p[2] = {nbi_wgmma_b(probabilities(tile, 0)),
                            nbi_wgmma_b(probabilities(tile, 1))};
-    uint32_t a[2][2][4];
+    uint32_t a[2][4][4];
     load_values(a[0], v);
     if (more) rescale(x, s);
 #pragma unroll
-    for (int i = 0; i < 8; i++) {
-        const int h = i / 4, b = i % 4;
-        nbi_wgmma_hold(x.o[b]);
+    for (int k = 0; k < 4; k++) {
+#pragma unroll
+        for (int b = 0; b < 4; b++) nbi_wgmma_hold(x.o[b]);
         nbi_wgmma_begin();
 #pragma unroll
-        for (int k = 0; k < 2; k++) {
-            nbi_wgmma<SLOTS, true>(x.o[b], a[i % 2][k], p[h] + 2 * k, more || h || k);
-            nbi_wgmma<SLOTS, true>(x.o[b], a[i % 2][k], p[h] + 4 + 2 * k, true);
-        }
+        for (int h = 0; h < 2; h++)
+#pragma unroll
+            for (int b = 0; b < 4; b++) /* sums in turn */
+                nbi_wgmma<SLOTS, true>(x.o[b], a[k % 2][b], p[k / 2] + 4 * h + k % 2 * 2,
+                                       more || k || h);
         nbi_wgmma_commit();
-        if (i == 7) break;
+        if (k == 3) break;
         nbi_wgmma_wait<1>();
-        if (i == 4) give_back(&s->empty[2 * at]);
-        const int h1 = (i + 1) / 4, b1 = (i + 1) % 4;
-        load_values(a[(i + 1) % 2], v + (b1 * TILE + h1 * HALF) * 64);
+        if (k == 2) give_back(&s->empty[2 * at]);
+        load_values(a[(k + 1) % 2], v + (k + 1) * 16 * 64);
     }
     nbi_wgmma_wait<0>();
 #pragma unroll
@@ -405,11 +411,17 @@ NBI_DEV void add_values(sums<SLOTS> &x, block_memory<SLOTS> *s, uint32_t at, boo
 
 /* ---------------------------------------------------------------- splits */
 
-/* Sums over the splits so far. */
+/* Sums over the splits so far; m and l of slot lane % SLOTS. */
 template <int SLOTS> struct merged {
     sums<SLOTS> x;
-    float m[SLOTS / 4], l[SLOTS / 4];
+    float m, l;
 };
+
+/* The thread's slot i, of SLOTS / 4. */
+NBI_DEV int slot_of(int i)
+{
+    return i / 2 * 8 + nbi_lane() % 4 * 2 + i % 2;
+}
 
 NBI_DEV uint32_t first_column()
 {
@@ -427,43 +439,60 @@ NBI_DEV void store_columns(const sums<SLOTS> &x, int i, float factor, float *to)
         for (int h = 0; h < 2; h++) at[64 * b + 8 * h] = x.o[b][i / 2 * 4 + i % 2 + 2 * h] * factor;
 }
 
-/* Takes the split that ends up into `run`, or into the scratch. */
-template <int SLOTS, bool WALK>
-NBI_DEV void end_split(const nbi_cuda_attend &a, const block_memory<SLOTS> *s,
-                       const nbi_attend_group &g, const sums<SLOTS> &x, merged<SLOTS> &run,
-                       uint32_t splits, uint32_t split)
+template <int SLOTS> NBI_DEV float split_sum(const block_memory<SLOTS> *s, int slot)
+{
+    return (s->sum[0][slot] + s->sum[1][slot]) + (s->sum[2][slot] + s->sum[3][slot]);
+}
+
+/* A split that ends to the scratch. */
+template <int SLOTS>
+NBI_DEV void store_split(const nbi_cuda_attend &a, const block_memory<SLOTS> *s,
+                         const nbi_attend_group &g, const sums<SLOTS> &x, uint32_t splits,
+                         uint32_t split)
 {
 #pragma unroll
     for (int i = 0; i < SLOTS / 4; i++) {
-        const int at = i / 2 * 8 + nbi_lane() % 4 * 2 + i % 2;
-        if (s->slot[at].n <= split * g.split) continue;
-        const float m = s->m[at];
-        const float l = (s->sum[0][at] + s->sum[1][at]) + (s->sum[2][at] + s->sum[3][at]);
-        if (!WALK) {
-            float *to = nbi_attend_partial(a, splits, s->slot[at].row, split, s->slot[at].head);
-            store_columns(x, i, 1, to);
-            if (threadIdx.x / NBI_WARP == GROUP / NBI_WARP && nbi_lane() < 4)
-                *reinterpret_cast<nbi_f32x2 *>(to + LATENT) = {{m, l}};
-            continue;
-        }
-        const nbi_attend_fold f = nbi_attend_merge(&run.m[i], &run.l[i], m, l, nbi_attend_scale(a));
+        const nbi_attend_slot slot = s->slot[slot_of(i)];
+        if (slot.n <= split * g.split) continue;
+        float *to = nbi_attend_partial(a, splits, slot.row, split, slot.head);
+        store_columns(x, i, 1, to);
+        if (threadIdx.x / NBI_WARP == GROUP / NBI_WARP && nbi_lane() < 4)
+            *reinterpret_cast<nbi_f32x2 *>(to +
+                                           LATENT) = {{s->m[slot_of(i)], split_sum(s, slot_of(i))}};
+    }
+}
+
+/* The same into `run`: a lane has the factors of a slot. */
+template <int SLOTS>
+NBI_DEV void merge_split(const nbi_cuda_attend &a, const block_memory<SLOTS> *s,
+                         const nbi_attend_group &g, const sums<SLOTS> &x, merged<SLOTS> &run,
+                         uint32_t split)
+{
+    const int own = nbi_lane() % SLOTS;
+    const bool sees = s->slot[own].n > split * g.split;
+    nbi_attend_fold f = {1, 0};
+    if (sees)
+        f = nbi_attend_merge(&run.m, &run.l, s->m[own], split_sum(s, own), nbi_attend_scale(a));
+    const uint32_t all = __ballot_sync(NBI_FULL_MASK, sees);
+#pragma unroll
+    for (int i = 0; i < SLOTS / 4; i++) {
+        const nbi_attend_fold k = {__shfl_sync(NBI_FULL_MASK, f.keep, slot_of(i)),
+                                   __shfl_sync(NBI_FULL_MASK, f.add, slot_of(i))};
+        if (!(all >> slot_of(i) & 1)) continue;
 #pragma unroll
         for (int b = 0; b < 4; b++)
 #pragma unroll
             for (int h = 0; h < 2; h++) {
                 const int j = i / 2 * 4 + i % 2 + 2 * h;
-                run.x.o[b][j] = nbi_attend_merged(f, run.x.o[b][j], x.o[b][j]);
+                run.x.o[b][j] = nbi_attend_merged(k, run.x.o[b][j], x.o[b][j]);
             }
     }
 }
 
 template <int SLOTS> NBI_DEV void clear(merged<SLOTS> &run)
 {
-#pragma unroll
-    for (int i = 0; i < SLOTS / 4; i++) {
-        run.m[i] = -INFINITY;
-        run.l[i] = 0;
-    }
+    run.m = -INFINITY;
+    run.l = 0;
 #pragma unroll
     for (int b = 0; b < 4; b++)
 #pragma unroll
@@ -507,13 +536,20 @@ NBI_DEV void consume(const nbi_cuda_attend &a, const block_part &p, block_memory
         score_tile(s, here, d);
         fold_tile(s, here, tile, ends, scale, d, r);
         add_values(x, s, at, tile % per_split != 0);
-        if (ends) end_split<SLOTS, WALK>(a, s, p.g, x, run, splits, tile / per_split);
+        if (!ends) continue;
+        if (WALK)
+            merge_split(a, s, p.g, x, run, tile / per_split);
+        else
+            store_split(a, s, p.g, x, splits, tile / per_split);
     }
+    if (!WALK) return;
+    const float inverse = 1.0f / run.l;
 #pragma unroll
-    for (int i = 0; WALK && i < SLOTS / 4; i++) {
-        const nbi_attend_slot slot = s->slot[i / 2 * 8 + nbi_lane() % 4 * 2 + i % 2];
-        float *to = a.out + slot.row * a.out_row + slot.head * a.out_head;
-        if (slot.n) store_columns(run.x, i, 1.0f / run.l[i], to);
+    for (int i = 0; i < SLOTS / 4; i++) {
+        const nbi_attend_slot slot = s->slot[slot_of(i)];
+        const float factor = __shfl_sync(NBI_FULL_MASK, inverse, slot_of(i));
+        if (slot.n)
+            store_columns(run.x, i, factor, a.out + slot.row * a.out_row + slot.head * a.out_head);
     }
 }
 
