@@ -54,10 +54,9 @@ static const char *argument(const nbi_exchange *ex, const char *name)
     return MHD_lookup_connection_value(ex->conn, MHD_GET_ARGUMENT_KIND, name);
 }
 
-/* A list of sections with commas between. */
+/* A list of sections with commas between. Without one *bits stays. */
 static nb_status read_include(const char *list, unsigned *bits, nbi_api_error *e)
 {
-    *bits = ALL;
     if (!list || !*list) return NB_OK;
     *bits = 0;
     for (;;) {
@@ -167,7 +166,7 @@ static nb_status write_loads(const load *l, unsigned bits, nbi_buf *out)
 unsigned nbi_get_loads(nbi_exchange *ex, nbi_buf *out)
 {
     load l;
-    unsigned bits;
+    unsigned bits = ALL;
     if (read_query(ex, &bits) != NB_OK) return 0;
     take(ex, &l);
     return done(ex, write_loads(&l, bits, out));
