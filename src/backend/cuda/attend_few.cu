@@ -489,30 +489,54 @@ NBI_DEV bool arrive_last(const block_part &p, block_memory<D> *s, uint32_t *arri
 
 #define MERGE 12 /* splits whose values are asked for at once */
 
+/* What nbi_attend_merge() gives one split after the other, by a lane for each of up to 32: m, l of
+ * its split (-INFINITY where there is none); last: of those before. */
+NBI_DEV nbi_attend_fold lane_fold(float m, float last, float scale, float *top)
+{
+    const int lane = nbi_lane();
+    float most = m > last ? m : last;
+#pragma unroll
+    for (int d = 1; d < NBI_WARP; d *= 2) {
+        const float y = __shfl_sync(NBI_FULL_MASK, most, lane >= d ? lane - d : lane);
+        most = y > most ? y : most;
+    }
+    const float up = __shfl_sync(NBI_FULL_MASK, most, lane ? lane - 1 : 0);
+    const float base = most == -INFINITY ? 0 : -(most * scale);
+    *top = most;
+    return {nbi_attend_keep(lane ? up : last, most, scale, base),
+            nbi_attend_keep(m, most, scale, base)};
+}
+
 /* The splits of a slot, ascending, by a warp. */
 template <int D>
 NBI_DEV void merge_slot(const nbi_cuda_attend &a, const nbi_attend_slot &slot, uint32_t split,
                         uint32_t splits)
 {
-    const uint32_t many = (slot.n + split - 1) / split, lane = nbi_lane();
+    const uint32_t many = (slot.n + split - 1) / split, lane = (uint32_t)nbi_lane();
     const size_t step = (size_t)a.n_heads * (D + 2);
     const float *from = nbi_attend_partial(a, splits, slot.row, 0, slot.head);
-    const float scale = nbi_attend_scale(a);
     float o[D / NBI_WARP] = {}, m = -INFINITY, l = 0;
     for (uint32_t s0 = 0; s0 < many; s0 += MERGE) {
-        nbi_f32x2 x[MERGE][D / 64], ml[MERGE];
+        const uint32_t n = many - s0 < MERGE ? many - s0 : MERGE;
+        nbi_f32x2 x[MERGE][D / 64], ml = {{-INFINITY, 0}};
+        if (lane < n) ml = *reinterpret_cast<const nbi_f32x2 *>(from + (s0 + lane) * step + D);
 #pragma unroll
         for (uint32_t i = 0; i < MERGE; i++) {
-            const float *at = from + (s0 + i < many ? s0 + i : s0) * step;
-            ml[i] = *reinterpret_cast<const nbi_f32x2 *>(at + D);
+            const float *at = from + (i < n ? s0 + i : s0) * step;
 #pragma unroll
             for (int j = 0; j < D / 64; j++)
                 x[i][j] = *reinterpret_cast<const nbi_f32x2 *>(at + 64 * j + 2 * lane);
         }
+        float top;
+        const nbi_attend_fold own = lane_fold(ml.v[0], m, nbi_attend_scale(a), &top);
+        m = __shfl_sync(NBI_FULL_MASK, top, NBI_WARP - 1);
 #pragma unroll
         for (uint32_t i = 0; i < MERGE; i++) {
-            if (s0 + i >= many) continue;
-            const nbi_attend_fold f = nbi_attend_merge(&m, &l, ml[i].v[0], ml[i].v[1], scale);
+            const nbi_attend_fold f = {__shfl_sync(NBI_FULL_MASK, own.keep, (int)i),
+                                       __shfl_sync(NBI_FULL_MASK, own.add, (int)i)};
+            const float more = __shfl_sync(NBI_FULL_MASK, ml.v[1], (int)i);
+            if (i >= n) continue;
+            l = nbi_attend_merged(f, l, more);
 #pragma unroll
             for (int j = 0; j < D / NBI_WARP; j++)
                 o[j] = nbi_attend_merged(f, o[j], x[i][j / 2].v[j % 2]);
