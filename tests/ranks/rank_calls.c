@@ -84,6 +84,17 @@ static void bench(void)
             printf("sum of %u KB over %u ranks: %.1f us\n", lengths[k] / 256, size,
                    1e-3 * (double)(nbi_now_ns() - begin) / n);
     }
+    static const uint32_t sizes[] = {256, 1024, 2048, 8192, 40000};
+    for (size_t k = 0; k < sizeof sizes / sizeof *sizes; k++) {
+        uint64_t begin = nbi_now_ns();
+        for (uint32_t i = 0; i < 2000; i++) {
+            must(nbi_comm_broadcast(comm, x, sizes[k], &err), &err);
+            must(nbi_comm_sum(comm, x, 1, &err), &err); /* as in a step, nobody runs ahead */
+        }
+        if (rank == 0)
+            printf("broadcast of %u bytes and a sum of one value over %u ranks: %.1f us\n",
+                   sizes[k], size, 1e-3 * (double)(nbi_now_ns() - begin) / 2000);
+    }
     free(x);
 }
 
