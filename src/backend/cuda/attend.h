@@ -173,6 +173,24 @@ NBI_DEV float nbi_attend_merged(const nbi_attend_fold &f, float o, float more)
     return fmaf(more, f.add, o * f.keep);
 }
 
+/* What nbi_attend_merge() gives one split after the other, by a lane for each of up to 32: m, l of
+ * its split (-INFINITY where there is none); last: of those before. */
+NBI_DEV nbi_attend_fold nbi_attend_lane_fold(float m, float last, float scale, float *top)
+{
+    const int lane = nbi_lane();
+    float most = m > last ? m : last;
+#pragma unroll
+    for (int d = 1; d < NBI_WARP; d *= 2) {
+        const float y = __shfl_sync(NBI_FULL_MASK, most, lane >= d ? lane - d : lane);
+        most = y > most ? y : most;
+    }
+    const float up = __shfl_sync(NBI_FULL_MASK, most, lane ? lane - 1 : 0);
+    const float base = most == -INFINITY ? 0 : -(most * scale);
+    *top = most;
+    return {nbi_attend_keep(lane ? up : last, most, scale, base),
+            nbi_attend_keep(m, most, scale, base)};
+}
+
 /* Whole shapes in one launch or more, and the merge: attend.cu, attend_gqa.cu, attend_mla.cu. False
  * when the shape is not theirs. */
 bool nbi_cuda_attend_gqa(nbi_cuda *c, const nbi_cuda_attend *a);

@@ -489,24 +489,6 @@ NBI_DEV bool arrive_last(const block_part &p, block_memory<D> *s, uint32_t *arri
 
 #define MERGE 12 /* splits whose values are asked for at once */
 
-/* What nbi_attend_merge() gives one split after the other, by a lane for each of up to 32: m, l of
- * its split (-INFINITY where there is none); last: of those before. */
-NBI_DEV nbi_attend_fold lane_fold(float m, float last, float scale, float *top)
-{
-    const int lane = nbi_lane();
-    float most = m > last ? m : last;
-#pragma unroll
-    for (int d = 1; d < NBI_WARP; d *= 2) {
-        const float y = __shfl_sync(NBI_FULL_MASK, most, lane >= d ? lane - d : lane);
-        most = y > most ? y : most;
-    }
-    const float up = __shfl_sync(NBI_FULL_MASK, most, lane ? lane - 1 : 0);
-    const float base = most == -INFINITY ? 0 : -(most * scale);
-    *top = most;
-    return {nbi_attend_keep(lane ? up : last, most, scale, base),
-            nbi_attend_keep(m, most, scale, base)};
-}
-
 /* The splits of a slot, ascending, by a warp. */
 template <int D>
 NBI_DEV void merge_slot(const nbi_cuda_attend &a, const nbi_attend_slot &slot, uint32_t split,
@@ -528,7 +510,7 @@ NBI_DEV void merge_slot(const nbi_cuda_attend &a, const nbi_attend_slot &slot, u
                 x[i][j] = *reinterpret_cast<const nbi_f32x2 *>(at + 64 * j + 2 * lane);
         }
         float top;
-        const nbi_attend_fold own = lane_fold(ml.v[0], m, nbi_attend_scale(a), &top);
+        const nbi_attend_fold own = nbi_attend_lane_fold(ml.v[0], m, nbi_attend_scale(a), &top);
         m = __shfl_sync(NBI_FULL_MASK, top, NBI_WARP - 1);
 #pragma unroll
         for (uint32_t i = 0; i < MERGE; i++) {

@@ -527,27 +527,33 @@ template <int NT> static __global__ void expand_mma_kernel(mla_product a)
 #define MERGE 16u /* splits whose values are asked for at once */
 
 /* Values c, c + 1 of a head of a row with n positions, from its splits, as merge_kernel makes
- * them. */
+ * them; row and head are one for the warp. */
 NBI_DEV nbi_f32x2 merge_pair(const nbi_cuda_attend &s, uint32_t splits, uint32_t r, uint32_t n,
                              uint32_t h, uint32_t c)
 {
-    const uint32_t split = nbi_attend_split(n);
-    const uint32_t many = (n + split - 1) / split;
+    const uint32_t split = nbi_attend_split(n), lane = (uint32_t)nbi_lane();
+    const uint32_t all = (n + split - 1) / split;
     const size_t step = (size_t)s.n_heads * (s.v_width + 2);
-    const float *from = nbi_attend_partial(s, splits, r, 0, h), scale = nbi_attend_scale(s);
+    const float *from = nbi_attend_partial(s, splits, r, 0, h);
     float o[2] = {0, 0}, m = -INFINITY, l = 0;
-    for (uint32_t s0 = 0; s0 < many; s0 += MERGE) {
-        nbi_f32x2 x[MERGE], ml[MERGE];
+    for (uint32_t s0 = 0; s0 < all; s0 += MERGE) {
+        const uint32_t many = all - s0 < MERGE ? all - s0 : MERGE;
+        nbi_f32x2 x[MERGE], ml = {{-INFINITY, 0}};
+        if (lane < many)
+            ml = *reinterpret_cast<const nbi_f32x2 *>(from + (s0 + lane) * step + s.v_width);
+#pragma unroll
+        for (uint32_t i = 0; i < MERGE; i++)
+            x[i] = *reinterpret_cast<const nbi_f32x2 *>(from + (i < many ? s0 + i : s0) * step + c);
+        float top;
+        const nbi_attend_fold own = nbi_attend_lane_fold(ml.v[0], m, nbi_attend_scale(s), &top);
+        m = __shfl_sync(NBI_FULL_MASK, top, NBI_WARP - 1);
 #pragma unroll
         for (uint32_t i = 0; i < MERGE; i++) {
-            const float *at = from + (s0 + i < many ? s0 + i : s0) * step;
-            x[i] = *reinterpret_cast<const nbi_f32x2 *>(at + c);
-            ml[i] = *reinterpret_cast<const nbi_f32x2 *>(at + s.v_width);
-        }
-#pragma unroll
-        for (uint32_t i = 0; i < MERGE; i++) {
-            if (s0 + i >= many) continue;
-            const nbi_attend_fold f = nbi_attend_merge(&m, &l, ml[i].v[0], ml[i].v[1], scale);
+            const nbi_attend_fold f = {__shfl_sync(NBI_FULL_MASK, own.keep, (int)i),
+                                       __shfl_sync(NBI_FULL_MASK, own.add, (int)i)};
+            const float more = __shfl_sync(NBI_FULL_MASK, ml.v[1], (int)i);
+            if (i >= many) continue;
+            l = nbi_attend_merged(f, l, more);
             o[0] = nbi_attend_merged(f, o[0], x[i].v[0]);
             o[1] = nbi_attend_merged(f, o[1], x[i].v[1]);
         }
