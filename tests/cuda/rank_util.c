@@ -62,8 +62,8 @@ uint32_t ranks_run(uint32_t n, rank_body body, const void *user)
     return failed;
 }
 
-/* Can two ranks have a device each? Found out in processes that end: the caller forks. */
-static int have_two(nbi_comm *comm, const void *user)
+/* Can all ranks have a device each? Found out in processes that end: the caller forks. */
+static int have_devices(nbi_comm *comm, const void *user)
 {
     nbi_backend_options o = {.cpu_level = NBI_CPU_LEVEL_COUNT, .exchange = user};
     nbi_backend *b = NULL;
@@ -76,7 +76,7 @@ static int have_two(nbi_comm *comm, const void *user)
     return st != NB_OK;
 }
 
-uint32_t ranks_per_device(void)
+uint32_t ranks_per_device(uint32_t n)
 {
-    return ranks_run(2, have_two, "staged") ? RANKS_MAX : 1;
+    return ranks_run(n, have_devices, "staged") ? RANKS_MAX : 1;
 }

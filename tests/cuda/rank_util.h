@@ -11,5 +11,5 @@ uint32_t ranks_run(uint32_t n, rank_body body, const void *user);
 /* In such a process: prints the sentence and ends it. */
 void rank_must(nb_status st, const nb_error *err);
 
-/* 1 where two ranks of this host can have a device each, else enough for all to share one. */
-uint32_t ranks_per_device(void);
+/* 1 where n ranks of this host can have a device each, else enough for all to share one. */
+uint32_t ranks_per_device(uint32_t n);

@@ -11,7 +11,7 @@
 #define MOST  140000u /* values; more than one piece of any form */
 #define STEPS 5u
 
-static uint32_t per_device;
+static uint32_t per_device[5]; /* [ranks] */
 
 static float value(uint32_t rank, uint32_t turn, uint32_t i)
 {
@@ -37,8 +37,9 @@ static nbi_backend *open_device(nbi_comm *comm, const char *exchange)
                                .max_linear_cols = 64,
                                .max_linear_rows = 64,
                                .vocab = 64};
-    nbi_backend_options o = {
-        .cpu_level = NBI_CPU_LEVEL_COUNT, .ranks_per_device = per_device, .exchange = exchange};
+    nbi_backend_options o = {.cpu_level = NBI_CPU_LEVEL_COUNT,
+                             .ranks_per_device = per_device[nbi_comm_size(comm)],
+                             .exchange = exchange};
     nbi_backend *b = NULL;
     nb_error err = {0};
     nbi_comm_device(comm, &o);
@@ -263,7 +264,7 @@ int main(int argc, char **argv)
         cmocka_unit_test(test_lost),
         cmocka_unit_test(test_refused),
     };
-    per_device = ranks_per_device();
+    for (uint32_t n = 2; n <= 4; n++) per_device[n] = ranks_per_device(n);
     if (argc > 1 && !strcmp(argv[1], "--bench"))
         return (int)(ranks_run(2, bench, "one-shot") + ranks_run(2, bench, "staged"));
     return cmocka_run_group_tests(tests, NULL, NULL);

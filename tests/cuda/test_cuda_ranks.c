@@ -20,7 +20,7 @@ typedef struct run {
     float *logits; /* [TOKENS][VOCAB_MAX], shared: rank 0 writes */
 } run;
 
-static uint32_t per_device;
+static uint32_t per_device[5]; /* [ranks] */
 
 static nb_status keep(void *user, uint32_t position, const float *logits, nb_error *err)
 {
@@ -42,7 +42,7 @@ static int body(nbi_comm *comm, const void *user)
     run mine = *r;
     nbi_backend_options o = {.cpu_level = NBI_CPU_LEVEL_COUNT,
                              .n_threads = 1,
-                             .ranks_per_device = per_device,
+                             .ranks_per_device = per_device[nbi_comm_size(comm)],
                              .exchange = r->exchange};
     nbi_backend *b = NULL;
     nbi_model *m = NULL;
@@ -160,6 +160,6 @@ int main(void)
         cmocka_unit_test(test_expert_parallel),
         cmocka_unit_test(test_both),
     };
-    per_device = ranks_per_device();
+    for (uint32_t n = 2; n <= 4; n++) per_device[n] = ranks_per_device(n);
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -403,18 +403,26 @@ static void clock_on(nbi_backend *b, bool on)
     nbi_cuda_flush(c);
     c->timed = on;
     c->rt.stamps = false;
+    c->clock_last = 0;
     if (on && stamps(c)) nbi_rt_stamps_clear(&c->rt);
     c->rt.stamps = on && stamps(c);
 }
 
-/* Within a step a mark is the launch that comes next, which begins where what was before ends. */
+/* Within a step a mark is the launch that comes next, which begins where what was before ends. Two
+ * marks without a launch in between are one. */
 static void clock_mark(nbi_backend *b, uint32_t i)
 {
     nbi_cuda *c = nbi_cuda_of(b);
-    if (!stamps(c))
+    if (!stamps(c)) {
         nbi_rt_clock_mark(&c->rt, i);
-    else
-        c->clock_at[i] = c->in_step ? c->rt.n_stamps : nbi_rt_stamp(&c->rt);
+        return;
+    }
+    const bool again = !c->in_step && c->rt.n_stamps && c->rt.n_stamps == c->clock_last;
+    if (!c->in_step && !again) {
+        nbi_rt_stamp(&c->rt);
+        c->clock_last = c->rt.n_stamps;
+    }
+    c->clock_at[i] = c->rt.n_stamps - !c->in_step;
 }
 
 static uint64_t clock_launches(const nbi_backend *b, bool *waits)

@@ -75,7 +75,8 @@ struct nbi_cuda {
     bool owes_faults; /* the step has ended, and nobody has waited: row_fault of host_batch */
     nbi_cuda_graph recorded[NBI_CUDA_GRAPHS], *recording, *replaying;
     uint64_t n_steps;
-    uint32_t *clock_at; /* the launch behind a mark, where launches are stamped */
+    uint32_t *clock_at;  /* the launch behind a mark, where launches are stamped */
+    uint32_t clock_last; /* launches up to the last that only stamped */
 
     /* uploads of weights: pageable memory goes through pinned pieces, one filled while the device
      * reads the other */

@@ -89,7 +89,7 @@ struct nbi_rt_stamps {
     stamps_of device;
     nbi_stamps *host;       /* [n_symbols], pinned */
     uint64_t *ns;           /* [NBI_STAMPS * n_symbols] */
-    uint32_t n, n_launches; /* of ns; launches when it was fetched */
+    uint32_t n, n_launches; /* of ns; launches when it was fetched, which clears them */
 };
 
 bool nbi_rt_knows_stamps(const void *symbol)
@@ -113,11 +113,15 @@ static __global__ void clear_stamps_kernel(const stamps_of of)
 static __global__ void fetch_stamps_kernel(const stamps_of of, nbi_stamps *to)
 {
     nbi_wait_before();
-    const nbi_stamps *from = of.file[blockIdx.x];
+    nbi_stamps *from = of.file[blockIdx.x];
     const uint32_t n = from->n;
     for (uint32_t i = threadIdx.x; i < n && i < NBI_STAMPS; i += blockDim.x)
         to[blockIdx.x].ns[i] = from->ns[i];
-    if (threadIdx.x == 0) to[blockIdx.x].n = n;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        to[blockIdx.x].n = n;
+        from->n = 0;
+    }
 }
 
 static void close_stamps(nbi_rt *rt)
@@ -146,7 +150,8 @@ bool nbi_rt_stamps_open(nbi_rt *rt)
 
 void nbi_rt_stamps_clear(nbi_rt *rt)
 {
-    nbi_launch(rt, dim3(1), dim3(n_symbols), 0, clear_stamps_kernel, rt->stamped->device);
+    if (!rt->n_stamps || rt->stamped->n_launches != rt->n_stamps)
+        nbi_launch(rt, dim3(1), dim3(n_symbols), 0, clear_stamps_kernel, rt->stamped->device);
     rt->n_stamps = rt->stamped->n_launches = 0;
 }
 
