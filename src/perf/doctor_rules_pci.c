@@ -278,11 +278,27 @@ static void iommu(const nbi_facts *f, nbi_verdicts *v)
                         "virtual machine is given devices";
 }
 
+/* Does the driver say of every pair that they reach each other? */
+static bool all_reach(const nbi_nvml_facts *n)
+{
+    uint32_t pairs = 0;
+    for (uint32_t i = 0; i < n->n_gpus; i++)
+        for (uint32_t k = 0; k < n->n_gpus; k++) {
+            if (i == k) continue;
+            if (n->gpus[i].peer_read[k] != 0 || n->gpus[i].peer_write[k] != 0) return false;
+            pairs++;
+        }
+    return pairs > 0;
+}
+
 static void virtual_peers(const nbi_facts *f, nbi_verdicts *v)
 {
     if (!f->pci.n_gpus || !f->cpu.flags) return;
     const char *source = "/sys/bus/pci/devices, /proc/cpuinfo (hypervisor)";
-    if (f->place.hypervisor && f->pci.n_gpus > 1)
+    if (f->place.hypervisor && f->pci.n_gpus > 1 && all_reach(&f->nvml))
+        nbi_judge(v, NBI_FINDING_OK, "", "nvmlDeviceGetP2PStatus()",
+                  "%u GPUs handed through, and they reach each other", f->pci.n_gpus);
+    else if (f->place.hypervisor && f->pci.n_gpus > 1)
         nbi_judge(v, NBI_FINDING_WARNING, "", source,
                   "%u GPUs handed through: peer access is off unless the hypervisor arranges it",
                   f->pci.n_gpus)

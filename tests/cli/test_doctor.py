@@ -308,6 +308,12 @@ def test_virtual_ports_are_not_believed(audit):
     assert level_of(audit(MACHINES["vm"]()), "pcie-link") == "ok"
 
 
+def test_virtual_machine_whose_gpus_reach_each_other(audit):
+    """Two GPUs with NVLink can be handed through together: then the driver says so."""
+    out = audit(MACHINES["vm"]() | nvml(("0000:01:00.0", "0000:02:00.0"), peer=0))
+    assert level_of(out, "place-peers") == "ok" and level_of(out, "gpu-peers") == "ok"
+
+
 @pytest.mark.parametrize("first, rule, level", [
     ({"capability_major": 8, "capability_minor": 6}, "gpu-capability", "ok"),
     ({"capability_major": 12, "capability_minor": 1}, "gpu-capability", "fault"),
