@@ -144,8 +144,9 @@ typedef struct nb_engine_options {
         check_kernels; /* compare kernels with sums in double first; NB_NUMERIC when one is wrong */
     bool disable_prefix_cache; /* do not keep pages for requests that begin alike */
     uint32_t timing_interval;  /* every so-manieth step is timed for nb_engine_get_components(); 0
-                                  (default): only those of profiles; NB_TIMING_USUAL: every 64th on
-                                  a CPU, on a GPU none */
+                                  (default): only those of profiles; NB_TIMING_USUAL: every 64th, but
+                                  none on a GPU whose launches cannot be stamped (below 9.0, or with
+                                  disable_cuda_graph) */
     nb_progress progress;      /* optional */
     void *progress_user;
     /* The ranks that run the model together; borrowed, outlives the engine. Every rank opens an

@@ -411,6 +411,8 @@ typedef struct nbi_backend_clock {
     /* Between steps. On: every operator of a step is called, though the step may be a recorded one.
      */
     void (*on)(nbi_backend *b, bool on);
+    /* Is a timed step launched as one that is not? Otherwise it takes longer. */
+    bool (*light)(const nbi_backend *b);
     void (*mark)(nbi_backend *b, uint32_t i);
     /* Launches so far. *waits: operators were called whose work a later call launches. */
     uint64_t (*launches)(const nbi_backend *b, bool *waits);

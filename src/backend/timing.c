@@ -495,3 +495,8 @@ bool nbi_timing_on_device(const nbi_timing *t)
 {
     return t->clock != NULL;
 }
+
+bool nbi_timing_is_light(const nbi_timing *t)
+{
+    return !t->clock || t->clock->light(t->b);
+}

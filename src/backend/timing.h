@@ -130,6 +130,8 @@ uint32_t nbi_timing_n_events(const nbi_timing *t, uint64_t *lost);
 const nbi_timed_event *nbi_timing_event(const nbi_timing *t, uint32_t i);
 /* Is the time measured by the device's own clock? */
 bool nbi_timing_on_device(const nbi_timing *t);
+/* Does a timed step take as long as one that is not, but for the timing itself? */
+bool nbi_timing_is_light(const nbi_timing *t);
 
 #ifdef __cplusplus
 }

@@ -316,7 +316,8 @@ int nbi_cmd_serve(int argc, char **argv)
          "/stop_profile is the profile, and nothing is written",
          false},
         {"timing-interval", NBI_OPT_U32, &s.model.engine.timing_interval, "N",
-         "every N-th step is timed by component for /metrics; 0: none (default 64, on a GPU 0)",
+         "every N-th step is timed by component for /metrics; 0: none (default 64; 0 on a\nGPU "
+         "before Hopper and with --disable-cuda-graph)",
          false},
         {"memory-bandwidth", NBI_OPT_F64, &s.bandwidth, "B",
          "bytes per second that plain reads get, for shares of the floor (default: measured,\n"

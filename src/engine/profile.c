@@ -9,9 +9,9 @@
 #include "backend/timing_report.h"
 #include "base/json.h"
 
-#define EVENTS       ((uint32_t)1 << 17) /* kept: some 150 steps of a large model, 30 MB of JSON */
-#define CPU_INTERVAL 64u
-#define READ_BYTES   ((size_t)2 << 30)
+#define EVENTS         ((uint32_t)1 << 17) /* kept: some 150 steps of a large model, 30 MB of JSON */
+#define USUAL_INTERVAL 64u
+#define READ_BYTES     ((size_t)2 << 30)
 
 static void name_components(nb_component_stats *to)
 {
@@ -32,7 +32,7 @@ nb_status nbi_profile_init(nb_engine *e, nb_error *err)
     name_components(&p->totals);
     p->interval = e->options.timing_interval;
     if (p->interval == NB_TIMING_USUAL)
-        p->interval = nbi_timing_on_device(p->timing) ? 0 : CPU_INTERVAL;
+        p->interval = nbi_timing_is_light(p->timing) ? USUAL_INTERVAL : 0;
     if (p->interval) NB_TRY(nbi_timing_open_clock(p->timing, err));
     atomic_store(&p->wanted, p->interval > 0);
     return NB_OK;

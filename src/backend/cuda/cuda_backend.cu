@@ -408,6 +408,11 @@ static void clock_on(nbi_backend *b, bool on)
     c->rt.stamps = on && stamps(c);
 }
 
+static bool clock_light(const nbi_backend *b)
+{
+    return stamps(nbi_cuda_of(b));
+}
+
 /* Within a step a mark is the launch that comes next, which begins where what was before ends. Two
  * marks without a launch in between are one. */
 static void clock_mark(nbi_backend *b, uint32_t i)
@@ -444,6 +449,7 @@ static uint64_t clock_ns(nbi_backend *b, uint32_t from, uint32_t to)
 
 static const nbi_backend_clock cuda_clock = {.open = clock_open,
                                              .on = clock_on,
+                                             .light = clock_light,
                                              .mark = clock_mark,
                                              .launches = clock_launches,
                                              .ns = clock_ns};
