@@ -275,6 +275,9 @@ typedef struct nb_engine_stats {
      * known) that is their floor. */
     uint64_t decode_steps, decode_ns, decode_bytes;
     double read_bandwidth;
+    /* of a GPU: forward passes replayed from a recorded graph, and those that were launched
+     * operator by operator (the first of its shape, many rows, disable_cuda_graph) */
+    uint64_t passes_recorded, passes_launched;
     /* with oea_k0, summed over layers of steps in which it was at work: distinct experts that the
      * router chose, and those that were read */
     uint64_t oea_layers, oea_experts_before, oea_experts_after;

@@ -501,7 +501,8 @@ typedef struct nbi_backend_ops {
 /* First member of every backend. */
 struct nbi_backend {
     const nbi_backend_ops *ops;
-    struct nbi_timing *timing; /* while a step is timed (timing.h) */
+    struct nbi_timing *timing;                 /* while a step is timed (timing.h) */
+    uint64_t passes_recorded, passes_launched; /* by step_begin, where passes can be recorded */
     nbi_dtype act_dtype;
     bool w4a4;             /* NVFP4 activations, as the options asked */
     uint64_t memory_bytes; /* of the device, free when it was opened; 0: it is the host's */

@@ -203,6 +203,8 @@ void nbi_meter_step(nb_engine *e, uint64_t begin, const nbi_batch *batch)
     e->stats.decode_steps++;
     e->stats.decode_ns += ns;
     e->stats.decode_bytes += bytes;
+    e->stats.passes_recorded = e->backend->passes_recorded;
+    e->stats.passes_launched = e->backend->passes_launched;
     pthread_mutex_unlock(&e->lock);
 }
 

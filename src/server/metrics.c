@@ -225,6 +225,12 @@ static nb_status write_floor(const page *p)
     NB_TRY(gauge(p, "decode_share_of_floor",
                  "The one over the other, 0 to 1; 0 without decode steps in the last ten seconds.",
                  p->rates.share_of_floor));
+    NB_TRY(counter(p, "passes_recorded_total",
+                   "Forward passes on a GPU that were replayed from a recorded graph.",
+                   s->passes_recorded));
+    NB_TRY(counter(p, "passes_launched_total",
+                   "Forward passes on a GPU that were launched operator by operator.",
+                   s->passes_launched));
     NB_TRY(counter(p, "timed_steps_total", "Steps whose operators were timed.", c.steps));
     NB_TRY(one(p, "timed_step_seconds_total", "counter", "Their time.", (double)c.step_ns / 1e9));
     NB_TRY(head(p->out, "step_component_seconds_total", "counter",

@@ -165,7 +165,12 @@ static void sums(void **state)
     nb_engine_get_stats(e, &stats);
     assert_int_equal(stats.decode_steps, 9);
     assert_true(stats.decode_ns > 0 && stats.decode_bytes > 8 * 100000);
-    assert_int_equal(stats.read_bandwidth > 0, !strcmp(DEVICE, "cuda"));
+    const bool cuda = !strcmp(DEVICE, "cuda");
+    assert_int_equal(stats.read_bandwidth > 0, cuda);
+    /* eleven passes of four shapes: timed or not, a prompt or a token; the first of each is
+     * launched */
+    assert_int_equal(stats.passes_launched + stats.passes_recorded, cuda ? 11 : 0);
+    assert_true(!cuda || (stats.passes_recorded > 0 && stats.passes_launched > 0));
     nb_engine_set_read_bandwidth(e, 5e9);
     nb_engine_get_stats(e, &stats);
     assert_true(fabs(stats.read_bandwidth - 5e9) < 1);

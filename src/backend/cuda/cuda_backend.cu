@@ -338,12 +338,16 @@ static bool cuda_step_begin(nbi_backend *b, const nbi_batch *host, uint32_t pass
     c->n_steps++;
     c->in_step = true;
     c->rt.skips = false;
+    b->passes_launched++;
     if (!c->graphs || (c->timed && !stamps(c)) || host->n_rows > NBI_CUDA_GRAPH_ROWS) return true;
     const nbi_cuda_key key = {host->n_rows,     host->n_seqs, host->n_logit_rows,
                               c->batch.max_len, pass,         c->rt.stamps};
     nbi_cuda_graph *g = find_recorded(c, key);
     const bool first = g->used == 0;
     g->used = c->n_steps;
+    if (first) return true; /* kernels are loaded at their first launch, which is not recorded */
+    b->passes_launched--;
+    b->passes_recorded++;
     if (g->graph && c->timed) { /* which operators its launches are of, is counted meanwhile */
         nbi_rt_replay(&c->rt, g->graph);
         c->rt.skips = true;
@@ -353,7 +357,6 @@ static bool cuda_step_begin(nbi_backend *b, const nbi_batch *host, uint32_t pass
         c->replaying = g;
         return false;
     }
-    if (first) return true; /* kernels are loaded at their first launch, which is not recorded */
     c->recording = g;
     nbi_rt_record(&c->rt);
     return true;
