@@ -323,6 +323,19 @@ static bool stamps(const nbi_cuda *c)
     return c->graphs && c->rt.sm >= 90;
 }
 
+/* Where the pass is recorded, or will be now; NULL: it is launched operator by operator. So is the
+ * first of its kind: kernels are loaded at their first launch, which is not recorded. */
+static nbi_cuda_graph *place_of(nbi_cuda *c, const nbi_batch *host, uint32_t pass)
+{
+    if (!c->graphs || (c->timed && !stamps(c)) || host->n_rows > NBI_CUDA_GRAPH_ROWS) return NULL;
+    const nbi_cuda_key key = {host->n_rows,     host->n_seqs, host->n_logit_rows,
+                              c->batch.max_len, pass,         c->rt.stamps};
+    nbi_cuda_graph *g = find_recorded(c, key);
+    const bool first = g->used == 0;
+    g->used = c->n_steps;
+    return first ? NULL : g;
+}
+
 /* Copies that carry a step in and out are outside of what is recorded: they are of this batch. */
 static bool cuda_step_begin(nbi_backend *b, const nbi_batch *host, uint32_t pass,
                             const nbi_batch **device)
@@ -338,15 +351,11 @@ static bool cuda_step_begin(nbi_backend *b, const nbi_batch *host, uint32_t pass
     c->n_steps++;
     c->in_step = true;
     c->rt.skips = false;
-    b->passes_launched++;
-    if (!c->graphs || (c->timed && !stamps(c)) || host->n_rows > NBI_CUDA_GRAPH_ROWS) return true;
-    const nbi_cuda_key key = {host->n_rows,     host->n_seqs, host->n_logit_rows,
-                              c->batch.max_len, pass,         c->rt.stamps};
-    nbi_cuda_graph *g = find_recorded(c, key);
-    const bool first = g->used == 0;
-    g->used = c->n_steps;
-    if (first) return true; /* kernels are loaded at their first launch, which is not recorded */
-    b->passes_launched--;
+    nbi_cuda_graph *g = place_of(c, host, pass);
+    if (!g) {
+        b->passes_launched++;
+        return true;
+    }
     b->passes_recorded++;
     if (g->graph && c->timed) { /* which operators its launches are of, is counted meanwhile */
         nbi_rt_replay(&c->rt, g->graph);
