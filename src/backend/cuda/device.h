@@ -497,7 +497,7 @@ NBI_DEV void nbi_bar_wait(uint64_t *bar, uint32_t parity)
 }
 
 /* Asynchronous copy of `bytes` to shared memory that signals a barrier; addresses and size are
- * multiples of 16. The memory is read once. */
+ * multiples of 16. The memory is read once: L2 lets go of it before anything else. */
 NBI_DEV void nbi_copy_bulk(void *shared, const void *src, uint32_t bytes, uint64_t *bar)
 {
 #if NBI_EMULATED
@@ -505,9 +505,11 @@ NBI_DEV void nbi_copy_bulk(void *shared, const void *src, uint32_t bytes, uint64
 #elif NBI_SM90
     const uint32_t to = (uint32_t)__cvta_generic_to_shared(shared);
     const uint32_t at = (uint32_t)__cvta_generic_to_shared(bar);
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], "
-                 "%2, [%3];" ::"r"(to),
-                 "l"(src), "r"(bytes), "r"(at)
+    uint64_t policy;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+                 "[%0], [%1], %2, [%3], %4;" ::"r"(to),
+                 "l"(src), "r"(bytes), "r"(at), "l"(policy)
                  : "memory");
 #else
     __trap();

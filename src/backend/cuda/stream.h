@@ -26,7 +26,7 @@
 #include "backend/cuda/tile.h"
 
 #define NBI_STREAM_TOKENS 16u
-#define NBI_STREAM_RING   (96u << 10) /* bytes at most */
+#define NBI_STREAM_RING   (160u << 10) /* bytes at most */
 #define NBI_STREAM_STAGES 64u
 #define NBI_STREAM_WARPS  16u /* at most, and one that asks for weights */
 /* Units between two times of adding up, where a tile has fewer; of one token, whose sums are small,
@@ -72,8 +72,24 @@ inline uint32_t nbi_stream_group(uint32_t n_chunks, uint32_t unit_bytes)
     return n;
 }
 
+/* Bytes of a ring beside `rest` bytes. `tiles` of a block, at most, whose weights are asked for
+ * before the kernel before has ended: as many as it needs. 0: not before; half of what there is, so
+ * that the next kernel's ring fills while this one ends. */
+inline uint32_t nbi_stream_ring(const nbi_stream_plan &p, uint32_t tiles, uint32_t units,
+                                uint32_t rest, uint32_t shared_max)
+{
+    const uint32_t least = (p.warps + p.group - 1) / p.group, even = shared_max / 2 - 512;
+    const uint32_t need = tiles * (units / p.group);
+    const uint32_t all = shared_max > rest ? shared_max - rest : 0;
+    uint32_t ring = tiles ? all : even > rest ? even - rest : 0;
+    if (ring < 4 * p.stage_bytes) ring = all;
+    if (ring > NBI_STREAM_RING) ring = NBI_STREAM_RING;
+    const uint32_t stages = need > least ? need : least > 2 ? least : 2;
+    return !tiles || ring / p.stage_bytes < stages ? ring : stages * p.stage_bytes;
+}
+
 inline nbi_stream_plan nbi_stream_plan_for(nbi_weight_kind kind, uint32_t n_parts,
-                                           uint32_t n_chunks, uint32_t n_tokens,
+                                           uint32_t n_chunks, uint32_t n_tokens, uint32_t tiles,
                                            uint32_t shared_max)
 {
     nbi_stream_plan p = {};
@@ -92,11 +108,7 @@ inline nbi_stream_plan nbi_stream_plan_for(nbi_weight_kind kind, uint32_t n_part
         const uint32_t sums = units * p.sum_floats + n_parts * NBI_TILE_ROWS; /* floats of a tile */
         const uint32_t rest =
             2048 + p.x_bytes + p.scale_bytes + 2 * p.round_tiles * sums * (uint32_t)sizeof(float);
-        /* half of what there is, so that the next kernel's ring fills while this one ends */
-        const uint32_t share = shared_max / 2 - 512;
-        uint32_t ring = share > rest ? share - rest : 0;
-        if (ring < 4 * p.stage_bytes && shared_max > rest) ring = shared_max - rest;
-        p.stages = (ring < NBI_STREAM_RING ? ring : NBI_STREAM_RING) / p.stage_bytes;
+        p.stages = nbi_stream_ring(p, tiles, units, rest, shared_max) / p.stage_bytes;
         if (p.stages > NBI_STREAM_STAGES) p.stages = NBI_STREAM_STAGES;
         p.shared = rest + p.stages * p.stage_bytes;
         if (p.stages * p.group >= p.warps) break;

@@ -197,10 +197,11 @@ static __global__ void __launch_bounds__((NBI_STREAM_WARPS + 1) * 32, NT == 1 ? 
     nbi_stream_run<KIND, NT>(w, plan);
 }
 
-static nbi_stream_plan plan_for(const nbi_cuda *c, const nbi_linear_args *a)
+static nbi_stream_plan plan_for(const nbi_cuda *c, const nbi_linear_args *a, uint32_t n_tiles)
 {
     const nbi_cuda_packed *p = nbi_cuda_packed_of(a->w);
     return nbi_stream_plan_for(p->kind, 1, nbi_chunks_of(p->kind, p->n_kt), a->n_rows,
+                               nbi_ceil_div(n_tiles, (uint32_t)c->rt.n_sms),
                                (uint32_t)c->rt.shared_max);
 }
 
@@ -222,7 +223,7 @@ bool nbi_cuda_stream_fits(const nbi_cuda *c, const nbi_linear_args *calls, uint3
     /* Tall 16-bit matrices with several tokens: measured, linear_few.cu is a fifth faster. */
     const bool wide = first->kind == NBI_WEIGHT_BF16 || first->kind == NBI_WEIGHT_F16;
     if (wide && calls[0].n_rows > 1 && first->n_rt > 8u * (uint32_t)c->rt.n_sms) return false;
-    return nbi_stream_plan_fits(plan_for(c, &calls[0]));
+    return nbi_stream_plan_fits(plan_for(c, &calls[0], first->n_rt));
 }
 
 static bool overlap(const void *a, size_t a_bytes, const void *b, size_t b_bytes)
@@ -339,7 +340,7 @@ void nbi_cuda_stream_linear(nbi_cuda *c, const nbi_linear_args *calls, uint32_t 
     w.cols = p->cols;
     w.n_tokens = a->n_rows;
     w.x_fast = nbi_x_fast(a->x, a->x_stride, p->cols);
-    const nbi_stream_plan plan = plan_for(c, a);
+    const nbi_stream_plan plan = plan_for(c, a, w.n_tiles);
     if (around->norm) {
         const norm_work k = {{w}, nbi_norm_of(around->norm)};
         launch_kind(c, k, plan);

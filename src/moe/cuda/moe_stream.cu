@@ -169,7 +169,7 @@ static __global__ void __launch_bounds__((NBI_STREAM_WARPS + 1) * 32)
 
 static nbi_stream_plan plan_for(const nbi_cuda *c, const nbi_cuda_packed *p, uint32_t parts)
 {
-    return nbi_stream_plan_for(p->kind, parts, nbi_chunks_of(p->kind, p->n_kt), 1,
+    return nbi_stream_plan_for(p->kind, parts, nbi_chunks_of(p->kind, p->n_kt), 1, 0,
                                (uint32_t)c->rt.shared_max);
 }
 
