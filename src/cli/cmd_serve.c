@@ -24,7 +24,7 @@
 #define DRAIN_SECONDS   25  /* below the 30 s that Kubernetes waits */
 #define DRAIN_TICK_NS   20000000
 #define LOST_TICK_NS    50000000 /* between two looks at the other ranks */
-#define LOST_WAIT_MS    3000     /* for clients to be told that a rank is lost */
+#define LOST_WAIT_MS    1500     /* for clients to be told that a rank is lost */
 
 static const nbi_command command = {
     .name = "serve",

@@ -17,6 +17,13 @@ def environ(pid):
     return dict(item.split(b"=", 1) for item in text.split(b"\0") if b"=" in item)
 
 
+def name(pid):
+    try:
+        return pathlib.Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:
+        return ""
+
+
 def children(pid):
     try:
         return [int(p) for t in pathlib.Path(f"/proc/{pid}/task").iterdir() for p in (t / "children").read_text().split()]
@@ -37,7 +44,7 @@ def ranks_of(launcher):
     found = {}
     for pid in family(launcher):
         rank = environ(pid).get(b"OMPI_COMM_WORLD_RANK")
-        if rank is not None:
+        if rank is not None and name(pid) != "nibble-end":
             found[int(rank)] = pid
     return found
 
@@ -66,7 +73,7 @@ def completion(server, prompt, **options):
 
 def over_hosts(hosts, grace=1):
     """What starts a command on len(hosts) ranks that take hosts[rank] for the name of theirs; each has a core, as far as they go.
-    `grace`: seconds that mpiexec leaves the others when one is gone; a host that is lost is noticed after 3.5."""
+    `grace`: seconds that mpiexec leaves the others when one is gone; a host that is lost is noticed after 2.5."""
     cores = sorted(os.sched_getaffinity(0))
     script = (f"set -- $OMPI_COMM_WORLD_RANK \"$@\"; hosts='{' '.join(hosts)}'; cores='{' '.join(map(str, cores))}'\n"
               "nth() { shift $(($1 + 1)); echo $1; }\n"

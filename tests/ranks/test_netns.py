@@ -4,6 +4,7 @@ What a cluster would do by ssh is a script that enters the other namespace. Need
 
 import json
 import os
+import pathlib
 import re
 import shutil
 import subprocess
@@ -18,9 +19,8 @@ AGENT = """#!/bin/sh
 host=$1; shift
 exec ip netns exec nibble-$host unshare --uts sh -c 'hostname "$0"; exec sh -c "$*"' "$host" "$@"
 """
-# A link that is cut is noticed by mpiexec itself only when the connections to its daemons have keep-alives.
-OPTIONS = ["--mca", "oob_tcp_keepalive_time", "1", "--mca", "oob_tcp_keepalive_intvl", "1", "--mca", "oob_tcp_keepalive_probes", "2",
-           "--mca", "odls_base_sigkill_timeout", "2"]
+# Rank 0 has the time to tell its clients. Keep-alives stay as they are: mpiexec itself would notice a link that is cut after minutes.
+OPTIONS = ["--mca", "odls_base_sigkill_timeout", "5"]
 
 
 def ip(*args):
@@ -93,7 +93,7 @@ def test_results(hosts, rank_calls):  # noqa: F811
 
 
 def test_link_cut(hosts, nibble_bin, model_dir, tmp_path):
-    """Within 5 s the client is told why; then both hosts are empty."""
+    """The client is told why, then both hosts are empty, mpiexec, its daemon and their files, too."""
     url, log = "http://127.0.0.1:8000", tmp_path / "log"
     body = {"prompt": "one two", "max_tokens": 4000, "ignore_eos": True, "stream": True}
     command = hosts.mpiexec("-n", 2, nibble_bin, "serve", "--model", model_dir, "--tp-size", 2, "--port", 8000)
@@ -116,9 +116,10 @@ def test_link_cut(hosts, nibble_bin, model_dir, tmp_path):
         sentence = f"rank 1 on host {hosts.names[1]}: not heard of for .* s: down, or cut off"
         assert re.search(sentence, told), told[-300:]
         assert job.wait(60) not in (0, None)
-        assert not gone(processes, 60)
+        assert not gone(processes, 30)
         print(f"all over after {time.monotonic() - begin:.1f} s")
         assert len(re.findall(sentence, log.read_text())) == 1, log.read_text()
+        assert not [p for n in hosts.names for p in pathlib.Path("/tmp").glob(f"ompi.{n}*")]
     finally:
         for pid in hosts.pids():
             os.kill(pid, 9)

@@ -244,6 +244,7 @@ static bool speaks(const nbi_comm *comm)
 
 static void free_hosts(nbi_hosts *h)
 {
+    nbi_hosts_end_close(h);
     pthread_mutex_destroy(&h->lock);
     nbi_free(h->all);
     nbi_free(h->blocks);
@@ -329,6 +330,7 @@ nb_status nbi_comm_open_hosts(nbi_comm **out, const nbi_hosts_options *o, nb_err
     if (!h) return nbi_fail(err, NB_NO_MEMORY, "comm: out of memory");
     pthread_mutex_init(&h->lock, NULL);
     h->o = *o;
+    h->end_word = -1;
     h->base = (nbi_comm){.ops = &ops,
                          .rank = o->rank,
                          .size = o->size,
@@ -345,6 +347,7 @@ nb_status nbi_comm_open_hosts(nbi_comm **out, const nbi_hosts_options *o, nb_err
     h->o.places = NULL;
     atomic_store(&h->silent_host, h->n_hosts);
     if (st == NB_OK && h->leads) st = nbi_hosts_listen(h, err);
+    if (st == NB_OK && h->leads) nbi_hosts_end_prepare(h);
     if (st == NB_OK) {
         nbi_shared_options shared = h->o.local;
         shared.numbers = h->numbers;

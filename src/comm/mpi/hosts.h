@@ -17,7 +17,7 @@
 extern "C" {
 #endif
 
-#define NBI_LINK_MS        3500u
+#define NBI_LINK_MS        2500u
 #define NBI_HOST_NAME_MAX  64u
 #define NBI_HOSTS_VARIABLE "NIBBLE_COMM_HOST"
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <pthread.h>
+#include <sys/types.h>
 
 #include "comm/mpi/hosts.h"
 #include "comm/shared_parts.h"
@@ -50,6 +51,8 @@ typedef struct nbi_hosts {
     atomic_uint silent_host; /* that was lost; n_hosts: none */
     nbi_pulse news;          /* of a loss, to all */
     uint32_t beats;
+    int end_word; /* of hosts_end.c: the pipe to its process; -1 */
+    pid_t end_pid;
     atomic_uint_fast64_t limit_ns, usual_ns; /* as in nbi_shared */
     atomic_uint expected;
     uint32_t expected_seen;
@@ -63,6 +66,18 @@ void nbi_hosts_tell(void *user, uint32_t rank, const char *why);
 nb_status nbi_hosts_listen(nbi_hosts *h, nb_error *err);
 /* Leaders take leave of one another. False when one is lost meanwhile. */
 bool nbi_hosts_part(nbi_hosts *h);
+
+/* ---- hosts_end.c; on a leader */
+/* Before there are threads. What cannot be prepared is left out: mpiexec then ends by itself. */
+void nbi_hosts_end_prepare(nbi_hosts *h);
+/* A host is lost: when this process has ended, what has started it is ended, too. */
+void nbi_hosts_end_starter(nbi_hosts *h);
+void nbi_hosts_end_close(nbi_hosts *h);
+
+static inline bool nbi_hosts_lost_one(const nbi_hosts *h)
+{
+    return atomic_load(&h->silent_host) != h->n_hosts;
+}
 
 #ifdef __cplusplus
 }

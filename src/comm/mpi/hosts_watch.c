@@ -82,6 +82,7 @@ static void lose_host(nbi_hosts *h, nbi_shared *c, uint32_t i, const char *how)
     if (host->n == 1)
         snprintf(why, sizeof why, "rank %u on host %s: %s", host->leader, host->name, how);
     atomic_store(&h->silent_host, i);
+    nbi_hosts_end_starter(h);
     nbi_shared_lose(c, host->leader, why);
 }
 
