@@ -155,7 +155,7 @@ typedef struct nb_engine_options {
     nb_ranks *ranks;
     uint32_t ep_size;         /* parts that whole experts are dealt to; 0: 1 */
     uint32_t ranks_per_gpu;   /* ranks of a host that share a GPU; 0: 1 */
-    const char *gpu_exchange; /* how GPUs of ranks exchange: "auto", "one-shot", "staged" */
+    const char *gpu_exchange; /* how GPUs of ranks exchange: "auto", "one-shot", "nccl", "staged" */
 } nb_engine_options;
 
 void nb_engine_options_default(nb_engine_options *options);

@@ -42,8 +42,8 @@ typedef struct nbi_ranks_options {
          NBI_OPT_STRING,                                                                          \
          &(o)->exchange,                                                                          \
          "NAME",                                                                                  \
-         "how sums go between the GPUs of ranks: auto (default);\none-shot: over their memory; "  \
-         "staged: through the host",                                                              \
+         "how sums go between the GPUs of ranks: auto (default): the\nfaster one for each "       \
+         "size; one-shot: over their memory, on\none host; nccl; staged: through the host",       \
          false},                                                                                  \
     {                                                                                             \
         "ep-size", NBI_OPT_U32, &(o)->ep_size, "M",                                               \

@@ -3,6 +3,7 @@
  * ranks. With --bench: what sums of recorded steps take. */
 #include <unistd.h>
 
+#include "backend/nccl_api.h"
 #include "base/clock.h"
 #include "comm/device_ranks.h"
 #include "cuda/gpu_util.h"
@@ -219,10 +220,40 @@ static int refuse(nbi_comm *comm, const void *user)
     return st != NB_INVALID || !strstr(err.text, "--gpu-exchange is \"pigeons\"");
 }
 
+/* What NCCL cannot do is said: it is not there, or the GPUs are emulated or shared. */
+static int refuse_nccl(nbi_comm *comm, const void *user)
+{
+    const nbi_backend_options o = {.cpu_level = NBI_CPU_LEVEL_COUNT,
+                                   .ranks_per_device = nbi_comm_size(comm),
+                                   .exchange = user};
+    nbi_backend *b = NULL;
+    nb_error err = {0};
+    rank_must(nbi_backend_open(&b, "cuda", &o, &err), &err);
+    const nb_status st = nbi_comm_join_device(comm, b, &err);
+    nbi_backend_close(&b);
+    if (st == NB_UNSUPPORTED && strstr(err.text, "--gpu-exchange nccl: rank 0: NCCL ")) return 0;
+    fprintf(stderr, "heard %d: %s\n", (int)st, err.text);
+    return 1;
+}
+
 static void test_refused(void **state)
 {
     (void)state;
     assert_int_equal(ranks_run(2, refuse, "pigeons"), 0);
+    assert_int_equal(ranks_run(2, refuse_nccl, "nccl"), 0);
+}
+
+/* With a GPU for each rank and a library: the bits of the others, whole and in slices; a rank that
+ * leaves. */
+static void test_nccl(void **state)
+{
+    (void)state;
+    const nbi_nccl *nccl = NULL;
+    if (NBI_CUDA_EMULATED || per_device[2] > 1 || nbi_nccl_load(&nccl, NULL, NULL) != NB_OK) skip();
+    assert_int_equal(ranks_run(2, body, "nccl"), 0);
+    assert_int_equal(ranks_run(2, body, "nccl-slices"), 0);
+    assert_int_equal(ranks_run(2, body, "auto"), 0);
+    assert_int_equal(ranks_run(2, lose, "nccl"), 0);
 }
 
 /* ---------------------------------------------------------------- --bench */
@@ -259,10 +290,8 @@ static int bench(nbi_comm *comm, const void *user)
 int main(int argc, char **argv)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_one_shot),
-        cmocka_unit_test(test_staged),
-        cmocka_unit_test(test_lost),
-        cmocka_unit_test(test_refused),
+        cmocka_unit_test(test_one_shot), cmocka_unit_test(test_staged), cmocka_unit_test(test_lost),
+        cmocka_unit_test(test_refused),  cmocka_unit_test(test_nccl),
     };
     for (uint32_t n = 2; n <= 4; n++) per_device[n] = ranks_per_device(n);
     if (argc > 1 && !strcmp(argv[1], "--bench"))

@@ -60,7 +60,7 @@ def test_bench(nibble_bin):
 
 
 @pytest.mark.parametrize("options,sentence", [
-    (["--gpu-exchange", "pigeons", *CUDA], '--gpu-exchange is "pigeons"; expected auto, one-shot or staged'),
+    (["--gpu-exchange", "pigeons", *CUDA], '--gpu-exchange is "pigeons"; expected auto, one-shot, nccl or staged'),
     (["--device", "no"], 'device "no" is unknown'),
 ], ids=["exchange", "device"])
 def test_refused(nibble_bin, options, sentence):

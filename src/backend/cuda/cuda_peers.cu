@@ -14,21 +14,13 @@
  * ranks it waits for the ones of the same chunks alone. */
 #include "backend/cuda/cuda_ranks.h"
 
-#include <string.h>
-
-#include "base/clock.h"
-
-#define THREADS      256u
-#define CHUNK        (2 * THREADS) /* values */
-#define CHUNKS       256u          /* of one exchange; more values go in pieces */
-#define PIECE        ((size_t)CHUNK * CHUNKS)
-#define TURN_BYTES   ((size_t)CHUNKS * THREADS * sizeof(nbi_u32x4))
-#define BLOCKS_EACH  4u    /* for each multiprocessor: all of a launch are there together */
-#define LOOKS        1024u /* at packets, between two at `stop` */
-
-#define PROBE_VALUES 6144u
-#define PROBE_SUMS   (NBI_EMULATED ? 1u : 16u)
-#define PROBE_NS     (NBI_EMULATED ? 300000000000u : 10000000000u)
+#define THREADS     256u
+#define CHUNK       (2 * THREADS) /* values */
+#define CHUNKS      256u          /* of one exchange; more values go in pieces */
+#define PIECE       ((size_t)CHUNK * CHUNKS)
+#define TURN_BYTES  ((size_t)CHUNKS * THREADS * sizeof(nbi_u32x4))
+#define BLOCKS_EACH 4u    /* for each multiprocessor: all of a launch are there together */
+#define LOOKS       1024u /* at packets, between two at `stop` */
 
 struct join_args {
     float *out;
@@ -186,71 +178,6 @@ void nbi_cuda_peers_join(nbi_cuda *c, const nbi_cuda_peers *p, const nbi_join_ra
     }
 }
 
-/* ---------------------------------------------------------------- the proof */
-
-static float probe_value(uint32_t rank, uint32_t turn, uint32_t i)
-{
-    const uint32_t v = (rank * 2654435761u) ^ (turn * 97u + i) * 40503u;
-    return static_cast<float>(static_cast<int32_t>(v * 2246822519u)) * (i % 5 ? 1.0f : 1e-4f);
-}
-
-/* One sum, of values that tell rank, turn and place. */
-static nb_status probe_sum(nbi_cuda *c, const nbi_cuda_peers *p, float *x, uint32_t n,
-                           uint32_t turn, nb_error *err)
-{
-    float *host = reinterpret_cast<float *>(c->stage[0]);
-    for (uint32_t i = 0; i < n; i++) host[i] = probe_value(p->view.rank, turn, i);
-    nbi_rt_upload(&c->rt, x, host, n * sizeof *x);
-    nbi_cuda_peers_sum(c, p, x, n);
-    if (!nbi_rt_sync(&c->rt)) return nbi_fail(err, NB_INTERNAL, "%s", c->rt.error);
-    if (*c->rt.stop)
-        return nbi_fail(err, NB_UNSUPPORTED, "a sum of %u values did not end within %.0f s", n,
-                        1e-9 * PROBE_NS);
-    nbi_rt_download(&c->rt, host, x, n * sizeof *x);
-    if (!nbi_rt_sync(&c->rt)) return nbi_fail(err, NB_INTERNAL, "%s", c->rt.error);
-    for (uint32_t i = 0; i < n; i++) {
-        float want = probe_value(0, turn, i);
-        for (uint32_t r = 1; r < p->view.size; r++) want += probe_value(r, turn, i);
-        if (memcmp(&want, &host[i], sizeof want) != 0)
-            return nbi_fail(err, NB_UNSUPPORTED,
-                            "value %u of a sum of %u over memory of other GPUs is %.9g; expected "
-                            "%.9g",
-                            i, n, static_cast<double>(host[i]), static_cast<double>(want));
-    }
-    return NB_OK;
-}
-
-/* Sums as a step does them: recorded. */
-static void time_sums(nbi_cuda *c, nbi_cuda_peers *p, float *x)
-{
-    nbi_rt_record(&c->rt);
-    for (uint32_t i = 0; i < PROBE_SUMS; i++) nbi_cuda_peers_sum(c, p, x, PROBE_VALUES);
-    nbi_rt_graph *g = nbi_rt_record_end(&c->rt);
-    if (!g) return;
-    nbi_rt_replay(&c->rt, g);
-    const double begin = nbi_rt_seconds(&c->rt);
-    nbi_rt_replay(&c->rt, g);
-    const double end = nbi_rt_seconds(&c->rt);
-    p->latency_us = static_cast<float>(1e6 * (end - begin) / PROBE_SUMS);
-    nbi_rt_graph_free(&c->rt, &g);
-}
-
-static nb_status probe(nbi_cuda *c, nbi_cuda_peers *p, nb_error *err)
-{
-    const uint32_t sizes[] = {1, CHUNK + 3, PROBE_VALUES, PROBE_VALUES, 5};
-    float *x = static_cast<float *>(nbi_rt_alloc(&c->rt, PROBE_VALUES * sizeof *x));
-    nb_status st = x ? NB_OK : nbi_fail(err, NB_NO_MEMORY, "cuda: out of memory");
-    c->rt.until_ns = nbi_now_ns() + PROBE_NS;
-    for (uint32_t i = 0; i < sizeof sizes / sizeof *sizes && st == NB_OK; i++)
-        st = probe_sum(c, p, x, sizes[i], i, err);
-    if (st == NB_OK) time_sums(c, p, x);
-    if (st == NB_OK && *c->rt.stop)
-        st = nbi_fail(err, NB_UNSUPPORTED, "sums did not end within %.0f s", 1e-9 * PROBE_NS);
-    nbi_rt_free(&c->rt, x);
-    c->rt.until_ns = 0;
-    return st;
-}
-
 /* ---------------------------------------------------------------- life */
 
 static nb_status share(nbi_cuda *c, nbi_cuda_peers *p, nbi_rt_handle *handle, nb_error *err)
@@ -293,8 +220,6 @@ nb_status nbi_cuda_peers_open(nbi_cuda *c, nbi_cuda_peers *p, const nbi_rank_lin
     NB_TRY(link->agree(link->user, st, &mine, err));
     NB_TRY(link->gather(link->user, handles, &own, sizeof own, err));
     st = open_others(c, p, handles, &mine);
-    NB_TRY(link->agree(link->user, st, &mine, err));
-    st = probe(c, p, &mine);
     return link->agree(link->user, st, &mine, err);
 }
 

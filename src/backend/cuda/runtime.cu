@@ -205,6 +205,7 @@ bool nbi_rt_open(nbi_rt *rt, uint32_t index)
     }
     if (!ok(rt, "choice of a device", cudaSetDevice(device)) || !read_device(rt, device))
         return false;
+    rt->index = device;
     for (cudaEvent_t &mark : rt->marks)
         if (!ok(rt, "event", cudaEventCreateWithFlags(&mark, cudaEventDisableTiming))) return false;
     return ok(rt, "stream", cudaStreamCreateWithFlags(&rt->stream, cudaStreamNonBlocking)) &&
@@ -420,6 +421,16 @@ nbi_rt_device_id nbi_rt_device(nbi_rt *rt)
     if (ok(rt, "number of the device", cudaGetDevice(&device)))
         ok(rt, "place of the device", cudaDeviceGetPCIBusId(id.text, (int)sizeof id.text, device));
     return id;
+}
+
+void *nbi_rt_stream(nbi_rt *rt)
+{
+    return rt->stream;
+}
+
+void nbi_rt_use(const nbi_rt *rt)
+{
+    cudaSetDevice(rt->index); /* it has been used before */
 }
 
 bool nbi_rt_waits_for_ranks(nbi_rt *rt, bool (*lost)(void *user), void *user)

@@ -21,6 +21,7 @@
 #define NBI_RT_MARKS     4u
 
 struct nbi_rt {
+    int index; /* of the device, as CUDA counts */
     int sm;    /* compute capability: 90 for 9.0 */
     int n_sms; /* multiprocessors */
     size_t l2_bytes;
@@ -84,6 +85,11 @@ bool nbi_rt_memory(nbi_rt *rt, size_t *free_bytes, size_t *total_bytes);
 /* ---- ranks */
 
 nbi_rt_device_id nbi_rt_device(nbi_rt *rt);
+
+/* For a library that launches by itself: the stream, a cudaStream_t (NULL: there is none), and a
+ * thread of its own that is to use the device. */
+void *nbi_rt_stream(nbi_rt *rt);
+void nbi_rt_use(const nbi_rt *rt);
 
 /* While the host waits for kernels it asks `lost` now and then, and looks at the clock; where it is
  * so, or late, *stop is set for good. False: no memory. Without `lost`, forgets all of it. */

@@ -245,6 +245,17 @@ nbi_rt_device_id nbi_rt_device(nbi_rt *rt)
     return id;
 }
 
+void *nbi_rt_stream(nbi_rt *rt)
+{
+    (void)rt;
+    return NULL;
+}
+
+void nbi_rt_use(const nbi_rt *rt)
+{
+    (void)rt;
+}
+
 /* The thread that would look at the other ranks is the one that runs the kernel. */
 void nbi_emu_spin()
 {
