@@ -30,6 +30,7 @@ template <int D> struct alignas(16) block_memory {
     uint8_t new_codes[2][D]; /* E4M3: of the key, of the value, and their scales */
     float new_scale[2];
     float row[WARPS][D];
+    float cos[D / 2], sin[D / 2];          /* of the new position */
     float keep[SLOTS], m[SLOTS], l[SLOTS]; /* m, l: of a split that ends */
     nbi_attend_slot slot[SLOTS];
     bool last;
@@ -142,7 +143,8 @@ template <int D> NBI_DEV head_values<D> load_head(const float *x, const float *w
 
 /* Normed and turned, as gqa_append_kernel does it, into the warp's row. */
 template <int D>
-NBI_DEV void turn_head(const nbi_gqa_append &n, size_t t, const head_values<D> &h, float *row)
+NBI_DEV void turn_head(const nbi_gqa_append &n, const head_values<D> &h, const block_memory<D> *s,
+                       float *row)
 {
     float r = 1, sum = 0;
     if (h.normed) {
@@ -161,7 +163,7 @@ NBI_DEV void turn_head(const nbi_gqa_append &n, size_t t, const head_values<D> &
         if (i >= n.rope.dim / 2) break;
         uint32_t iu, iv;
         nbi_rope_pair(n.rope, i, &iu, &iv);
-        nbi_rope_turn(n.rope, t, i, row + iu, row + iv);
+        nbi_rope_turn_by(s->cos[i], s->sin[i], row + iu, row + iv);
     }
     __syncwarp();
 }
@@ -225,13 +227,13 @@ NBI_DEV void make_rows(const nbi_cuda_attend &a, const nbi_gqa_append &n, const 
         if (two)
             y = j < heads ? load_head<D>(q + j * D, n.q_norm)
                           : load_head<D>(n.k + kv * D, n.k_norm);
-        turn_head<D>(n, t, x, row);
+        turn_head<D>(n, x, s, row);
         if (i < heads)
             put_query<D>(row, i, s);
         else
             put_new_key<D, CODES>(row, s);
         if (!two) continue;
-        turn_head<D>(n, t, y, row);
+        turn_head<D>(n, y, s, row);
         if (j < heads)
             put_query<D>(row, j, s);
         else
@@ -471,22 +473,6 @@ NBI_DEV void store_walked(const nbi_cuda_attend &a, const block_memory<D> *s, co
     }
 }
 
-/* Whether all others of the group have stored their splits. */
-template <int D>
-NBI_DEV bool arrive_last(const block_part &p, block_memory<D> *s, uint32_t *arrivals)
-{
-    uint32_t *count = arrivals + blockIdx.x * gridDim.y + blockIdx.y;
-    __threadfence();
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        s->last = atomicAdd(count, 1u) + 1 == p.blocks;
-        if (s->last) *count = 0;
-        __threadfence();
-    }
-    __syncthreads();
-    return s->last;
-}
-
 #define MERGE 12 /* splits whose values are asked for at once */
 
 /* The splits of a slot, ascending, by a warp. */
@@ -599,6 +585,11 @@ static __global__ void __launch_bounds__(THREADS, 2)
     }
     if (threadIdx.x < SLOTS)
         s->slot[threadIdx.x] = nbi_attend_slot_of(a, p.g, p.kv, p.slot0 + threadIdx.x);
+    if (APPEND && threadIdx.x < n.rope.dim / 2) { /* settled: nbi_cuda_rope_table() */
+        const size_t at = (size_t)(a.first + p.g.row) * (n.rope.dim / 2) + threadIdx.x;
+        s->cos[threadIdx.x] = n.rope.cos[at];
+        s->sin[threadIdx.x] = n.rope.sin[at];
+    }
     for (uint32_t i = threadIdx.x; APPEND && i < SLOTS * (D + 8) / 2; i += THREADS)
         reinterpret_cast<uint32_t *>(s->q_hi)[i] = reinterpret_cast<uint32_t *>(s->q_lo)[i] = 0;
     __syncthreads();
@@ -610,7 +601,8 @@ static __global__ void __launch_bounds__(THREADS, 2)
         load_queries<D>(a, s);
     __syncthreads();
     run_tiles<D, WALK, APPEND, CODES>(a, n, p, s, splits);
-    if (!WALK && arrive_last<D>(p, s, arrivals))
+    arrivals += blockIdx.x * gridDim.y + blockIdx.y;
+    if (!WALK && nbi_arrive_last(arrivals, p.blocks, &s->last))
         for (uint32_t i = threadIdx.x / NBI_WARP; i < SLOTS; i += WARPS)
             if (s->slot[i].n) merge_slot<D>(a, s->slot[i], p.g.split, splits);
 }

@@ -107,12 +107,16 @@ NBI_DEV void nbi_rope_pair(const nbi_rope_arg &r, uint32_t i, uint32_t *a, uint3
     *b = r.interleaved ? 2 * i + 1 : i + r.dim / 2;
 }
 
-NBI_DEV void nbi_rope_turn(const nbi_rope_arg &r, size_t t, uint32_t i, float *u, float *v)
+NBI_DEV void nbi_rope_turn_by(float cs, float sn, float *u, float *v)
 {
-    const float cs = r.cos[t * (r.dim / 2) + i], sn = r.sin[t * (r.dim / 2) + i];
     const float x = *u, y = *v;
     *u = fmaf(x, cs, -(y * sn));
     *v = fmaf(x, sn, y * cs);
+}
+
+NBI_DEV void nbi_rope_turn(const nbi_rope_arg &r, size_t t, uint32_t i, float *u, float *v)
+{
+    nbi_rope_turn_by(r.cos[t * (r.dim / 2) + i], r.sin[t * (r.dim / 2) + i], u, v);
 }
 
 /* Norm, rotation and append of the rows of a batch: grouped queries. */

@@ -333,6 +333,28 @@ template <class T> NBI_DEV T nbi_load_fresh(const T *p)
 #endif
 }
 
+/* True in every thread of the block that is the last of `n` to arrive at *count, which is zero
+ * between kernels; what the others stored can be read then. `last` is shared memory. */
+NBI_DEV bool nbi_arrive_last(uint32_t *count, uint32_t n, bool *last)
+{
+    __syncthreads();
+    if (threadIdx.x == 0) {
+#if NBI_EMULATED
+        const uint32_t before = atomicAdd(count, 1u);
+#else
+        uint32_t before;
+        asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], 1;"
+                     : "=r"(before)
+                     : "l"(count)
+                     : "memory");
+#endif
+        *last = before + 1 == n;
+        if (*last) *count = 0;
+    }
+    __syncthreads();
+    return *last;
+}
+
 /* Packets of 16 bytes between kernels of different GPUs: each half of 8 bytes arrives whole, halves
  * and packets in any order. */
 NBI_DEV void nbi_packet_send(void *to, const nbi_u32x4 &x)

@@ -104,6 +104,7 @@ void nbi_cuda_rope_table(nbi_backend *b, const nbi_rope_table_args *a)
     nbi_launch(&nbi_cuda_of(b)->rt, dim3(a->batch->n_rows),
                dim3(nbi_ceil_div(n, NBI_WARP) * NBI_WARP), 0, rope_kernel, a->cos, a->sin, freq, n,
                a->factor, a->batch->pos);
+    nbi_cuda_of(b)->rt.settles = true; /* all layers of the step read it, before their waits too */
 }
 
 /* ---------------------------------------------------------------- RMSNorm */

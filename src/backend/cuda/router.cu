@@ -29,7 +29,7 @@ struct router_work {
 struct router_shared {
     char *weights;
     float *x;     /* [token][chunk][256]; then what the choice needs */
-    float *parts; /* [token][chunk]: squares; then whether this block is the last */
+    float *parts; /* [token][chunk]: squares */
     float *sums;  /* [token][chunk][4] */
 };
 
@@ -170,22 +170,6 @@ static NBI_DEV void multiply(const router_work &a, const router_shared &s, uint3
     }
 }
 
-/* True in every thread of the block that is done last; what the others wrote can be read then, past
- * the L1 cache. */
-static NBI_DEV bool last_block(const router_work &a, const router_shared &s)
-{
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        __threadfence();
-        const bool last = atomicAdd(a.arrived, 1u) == gridDim.x - 1;
-        if (last) *a.arrived = 0;
-        __threadfence();
-        s.parts[0] = last ? 1.0f : 0.0f;
-    }
-    __syncthreads();
-    return s.parts[0] != 0;
-}
-
 template <uint32_t HAS>
 static NBI_DEV void choose(const router_work &a, const router_shared &s, const float bias[HAS])
 {
@@ -242,7 +226,8 @@ static __global__ void __launch_bounds__(WARPS *NBI_WARP)
         const float factor = KIND == NBI_WEIGHT_F32 ? 1.0f : a.w.row_scale[row];
         a.logits[(size_t)token * a.logit_stride + row] = fmaf(y, factor, 0);
     }
-    if (last_block(a, s)) choose<HAS>(a, s, bias);
+    __shared__ bool last;
+    if (nbi_arrive_last(a.arrived, gridDim.x, &last)) choose<HAS>(a, s, bias);
 }
 
 static router_work work_of(const nbi_cuda *c, const nbi_rmsnorm_args *norm,

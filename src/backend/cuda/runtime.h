@@ -34,6 +34,8 @@ struct nbi_rt {
                          so does what lies there */
     bool dependent;   /* launches overlap the end of the one before (PDL); kernels keep the rule of
                          nbi_wait_before() */
+    bool settles;     /* the next launch begins when all before it have ended: what these wrote,
+                         kernels behind it may read without a wait */
     uint32_t n_clock; /* marks of nbi_rt_clock_open() */
     bool skips;       /* launches and copies within the device are counted, and not done */
     bool stamps;      /* launches are stamped */
@@ -166,12 +168,15 @@ inline void nbi_launch(nbi_rt *rt, dim3 grid, dim3 block, size_t shared, void (*
                        typename nbi_same<P>::type... args)
 {
     if (rt->error[0]) return;
+    const bool overlaps = rt->dependent && !rt->settles;
+    rt->settles = false;
     rt->n_calls++;
     rt->n_stamps++;
     if (rt->skips) return;
 #if NBI_EMULATED
     const auto body = [=] { kernel(args...); };
     const bool stamped = rt->stamps;
+    (void)overlaps;
     nbi_rt_later(rt, [=] {
         nbi_emu_stamped = stamped;
         nbi_emu_run(grid, block, shared, body);
@@ -190,7 +195,7 @@ inline void nbi_launch(nbi_rt *rt, dim3 grid, dim3 block, size_t shared, void (*
                                    cudaSharedmemCarveoutMaxShared);
     cudaLaunchAttribute wants[2] = {};
     unsigned n = 0;
-    if (rt->dependent) {
+    if (overlaps) {
         wants[n].id = cudaLaunchAttributeProgrammaticStreamSerialization;
         wants[n++].val.programmaticStreamSerializationAllowed = 1;
     }
