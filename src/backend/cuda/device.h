@@ -88,6 +88,33 @@ NBI_DEV float nbi_float(uint32_t x)
 #endif
 }
 
+/* What divides again and again: a division is some 30 instructions that wait for each other. */
+struct nbi_divisor {
+    uint32_t d, inv;
+};
+
+inline nbi_divisor nbi_divisor_of(uint32_t d)
+{
+    return {d, (uint32_t)((1ull << 31) / d + 1)};
+}
+
+/* x / d and x % d where x * d < 2^31. */
+NBI_DEV uint32_t nbi_div(uint32_t x, nbi_divisor by)
+{
+    return (uint32_t)((uint64_t)x * by.inv >> 31);
+}
+
+NBI_DEV uint32_t nbi_mod(uint32_t x, nbi_divisor by)
+{
+    return x - nbi_div(x, by) * by.d;
+}
+
+/* Whether item i is this block's, of items that blocks take in turn. */
+NBI_DEV bool nbi_is_own(uint32_t i)
+{
+    return i < gridDim.x ? i == blockIdx.x : i % gridDim.x == blockIdx.x;
+}
+
 /* 2^e for -126 <= e <= 127. */
 NBI_DEV float nbi_pow2(int e)
 {

@@ -21,8 +21,9 @@ struct router_work {
     nbi_route_args route;
     float *logits;
     uint32_t logit_stride, n_tokens, n_chunks;
-    uint32_t pitch;    /* F32 weights: floats of a row in shared memory */
-    uint32_t *arrived; /* blocks that are done; zero between kernels */
+    nbi_divisor chunks; /* by n_chunks */
+    uint32_t pitch;     /* F32 weights: floats of a row in shared memory */
+    uint32_t *arrived;  /* blocks that are done; zero between kernels */
 };
 
 /* Shared memory of a block, all of it dynamic: what is more than 48 KB has to be asked for. */
@@ -118,10 +119,10 @@ static NBI_DEV void read_weights(float w[2][4], const router_work &a, const rout
 /* Item i is chunk i % n_chunks of token i / n_chunks: x + delta and its squares. */
 static NBI_DEV void take(const router_work &a, const router_shared &s, uint32_t i)
 {
-    const uint32_t token = i / a.n_chunks, first = i % a.n_chunks * NBI_NORM_COLS;
+    const uint32_t token = nbi_div(i, a.chunks), first = nbi_mod(i, a.chunks) * NBI_NORM_COLS;
     nbi_norm_part p;
     nbi_norm_take(&p, a.norm, token, first, true);
-    if (a.norm.delta && i % gridDim.x == blockIdx.x)
+    if (a.norm.delta && nbi_is_own(i))
         p.store(a.norm.x_out + (size_t)token * a.norm.x_stride, first, a.norm.width, true);
     p.store(s.x + i * NBI_NORM_COLS, 0, NBI_NORM_COLS, true);
     const float squares = nbi_warp_sum(p.squares(0));
@@ -131,14 +132,14 @@ static NBI_DEV void take(const router_work &a, const router_shared &s, uint32_t 
 static NBI_DEV void apply_norm(const router_work &a, const router_shared &s, uint32_t i,
                                const nbi_norm_part &weight)
 {
-    const uint32_t token = i / a.n_chunks, chunk = i % a.n_chunks;
+    const uint32_t token = nbi_div(i, a.chunks), chunk = nbi_mod(i, a.chunks);
     const float squares = nbi_norm_sum(s.parts + token * a.n_chunks, a.n_chunks);
     if (blockIdx.x == 0 && chunk == 0 && nbi_lane() == 0) nbi_norm_guard(a.norm, token, squares);
     nbi_norm_part p;
     p.load(s.x + i * NBI_NORM_COLS, 0, NBI_NORM_COLS, true);
     p.scale(nbi_norm_factor(a.norm, squares), weight);
     p.store(s.x + i * NBI_NORM_COLS, 0, NBI_NORM_COLS, true);
-    if (i % gridDim.x == blockIdx.x)
+    if (nbi_is_own(i))
         p.store(a.norm.out + (size_t)token * a.norm.out_stride, chunk * NBI_NORM_COLS, a.norm.width,
                 true);
 }
@@ -147,7 +148,8 @@ static NBI_DEV void apply_norm(const router_work &a, const router_shared &s, uin
 template <nbi_weight_kind KIND>
 static NBI_DEV void multiply(const router_work &a, const router_shared &s, uint32_t i, bool real)
 {
-    const uint32_t l = (uint32_t)nbi_lane() % 8, first = i % a.n_chunks * (NBI_NORM_COLS / 16);
+    const uint32_t l = (uint32_t)nbi_lane() % 8,
+                   first = nbi_mod(i, a.chunks) * (NBI_NORM_COLS / 16);
     float sum[2] = {0, 0};
 #pragma unroll 4
     for (uint32_t k = 0; k < NBI_NORM_COLS / 16; k++) {
@@ -198,7 +200,7 @@ static __global__ void __launch_bounds__(WARPS *NBI_WARP)
     float bias[HAS];
     nbi_route_bias<HAS>(a.route, bias);
     nbi_norm_part weight;
-    weight.load(a.norm.weight, warp % a.n_chunks * NBI_NORM_COLS, a.norm.width, true);
+    weight.load(a.norm.weight, nbi_mod(warp, a.chunks) * NBI_NORM_COLS, a.norm.width, true);
     nbi_let_next();
     nbi_wait_before();
 #pragma unroll 1
@@ -208,7 +210,7 @@ static __global__ void __launch_bounds__(WARPS *NBI_WARP)
 #pragma unroll 1
     for (uint32_t i = warp; i < all; i += WARPS) {
         if (i != warp)
-            weight.load(a.norm.weight, i % a.n_chunks * NBI_NORM_COLS, a.norm.width, true);
+            weight.load(a.norm.weight, nbi_mod(i, a.chunks) * NBI_NORM_COLS, a.norm.width, true);
         apply_norm(a, s, i, weight);
     }
     __syncwarp();
@@ -240,6 +242,7 @@ static router_work work_of(const nbi_cuda *c, const nbi_rmsnorm_args *norm,
     k.logit_stride = linear->y_stride;
     k.n_tokens = linear->n_rows;
     k.n_chunks = nbi_ceil_div(k.w.cols, NBI_NORM_COLS);
+    k.chunks = nbi_divisor_of(k.n_chunks);
     k.pitch = nbi_ceil_div(k.w.cols, 32) * 32 + 16; /* two rows' columns in different banks */
     k.arrived = c->arrivals;
     return k;

@@ -40,11 +40,11 @@ __host__ __device__ constexpr uint32_t nbi_stream_unit_bytes(nbi_weight_kind kin
 
 /* How a launch is cut; the same on both sides. */
 struct nbi_stream_plan {
-    uint32_t warps;       /* that multiply */
-    uint32_t round_tiles; /* tiles whose chunks are added up together */
-    uint32_t group;       /* units of a stage; divides the chunks of a tile */
-    uint32_t group_inv;   /* u / group is u * group_inv >> 16 */
-    uint32_t stages;      /* of the ring; with fewer units than `warps` it does not fit */
+    uint32_t warps;            /* that multiply */
+    uint32_t round_tiles;      /* tiles whose chunks are added up together */
+    nbi_divisor units, chunks; /* of a tile; chunks of a part */
+    nbi_divisor group;         /* units of a stage; divides the chunks of a tile */
+    uint32_t stages;           /* of the ring; with fewer units than `warps` it does not fit */
     uint32_t stage_bytes;
     uint32_t window;     /* units between two barriers: at most the ring, so that whoever waits for
                             a stage knows that the unit before in it is done with */
@@ -75,11 +75,11 @@ inline uint32_t nbi_stream_group(uint32_t n_chunks, uint32_t unit_bytes)
 /* Bytes of a ring beside `rest` bytes. `tiles` of a block, at most, whose weights are asked for
  * before the kernel before has ended: as many as it needs. 0: not before; half of what there is, so
  * that the next kernel's ring fills while this one ends. */
-inline uint32_t nbi_stream_ring(const nbi_stream_plan &p, uint32_t tiles, uint32_t units,
-                                uint32_t rest, uint32_t shared_max)
+inline uint32_t nbi_stream_ring(const nbi_stream_plan &p, uint32_t tiles, uint32_t rest,
+                                uint32_t shared_max)
 {
-    const uint32_t least = (p.warps + p.group - 1) / p.group, even = shared_max / 2 - 512;
-    const uint32_t need = tiles * (units / p.group);
+    const uint32_t least = (p.warps + p.group.d - 1) / p.group.d, even = shared_max / 2 - 512;
+    const uint32_t need = tiles * (p.units.d / p.group.d);
     const uint32_t all = shared_max > rest ? shared_max - rest : 0;
     uint32_t ring = tiles ? all : even > rest ? even - rest : 0;
     if (ring < 4 * p.stage_bytes) ring = all;
@@ -98,9 +98,10 @@ inline nbi_stream_plan nbi_stream_plan_for(nbi_weight_kind kind, uint32_t n_part
     p.sum_floats = p.pad_tokens == 1 ? 16 : p.pad_tokens * 16;
     p.x_bytes = units * nbi_chunk_tiles(kind) * NBI_TILE_COLS * 2 * p.pad_tokens;
     p.scale_bytes = (units * p.pad_tokens * 4 + 127) / 128 * 128;
-    p.group = nbi_stream_group(n_chunks, unit_bytes);
-    p.group_inv = 65536 / p.group + 1;
-    p.stage_bytes = p.group * unit_bytes + 64; /* and row scales, in the first stage of a tile */
+    p.units = nbi_divisor_of(units);
+    p.chunks = nbi_divisor_of(n_chunks);
+    p.group = nbi_divisor_of(nbi_stream_group(n_chunks, unit_bytes));
+    p.stage_bytes = p.group.d * unit_bytes + 64; /* and row scales, in the first stage of a tile */
     p.warps = units % 3 == 0 && units % 16 ? 12 : 16;
     for (; p.warps >= 4; p.warps -= 4) { /* many warps want a ring of as many units */
         p.round_tiles =
@@ -108,18 +109,18 @@ inline nbi_stream_plan nbi_stream_plan_for(nbi_weight_kind kind, uint32_t n_part
         const uint32_t sums = units * p.sum_floats + n_parts * NBI_TILE_ROWS; /* floats of a tile */
         const uint32_t rest =
             2048 + p.x_bytes + p.scale_bytes + 2 * p.round_tiles * sums * (uint32_t)sizeof(float);
-        p.stages = nbi_stream_ring(p, tiles, units, rest, shared_max) / p.stage_bytes;
+        p.stages = nbi_stream_ring(p, tiles, rest, shared_max) / p.stage_bytes;
         if (p.stages > NBI_STREAM_STAGES) p.stages = NBI_STREAM_STAGES;
         p.shared = rest + p.stages * p.stage_bytes;
-        if (p.stages * p.group >= p.warps) break;
+        if (p.stages * p.group.d >= p.warps) break;
     }
-    p.window = p.stages * p.group / (p.warps ? p.warps : 1) * p.warps;
+    p.window = p.stages * p.group.d / (p.warps ? p.warps : 1) * p.warps;
     return p;
 }
 
 inline bool nbi_stream_plan_fits(const nbi_stream_plan &p)
 {
-    return p.warps >= 4 && p.stages >= 2 && p.stages * p.group >= p.warps;
+    return p.warps >= 4 && p.stages >= 2 && p.stages * p.group.d >= p.warps;
 }
 
 /* Threads of a launch, and blocks for n_tiles. */
@@ -179,7 +180,7 @@ NBI_DEV void nbi_stream_ask_stage(const WORK &w, const nbi_stream_plan &plan,
     constexpr uint32_t SCALES = KIND == NBI_WEIGHT_NVFP4 ? 64u : 0u;
     nbi_cuda_packed m;
     const size_t first = (size_t)w.at(s.notes, tile, part, &m) * m.n_kt;
-    const uint32_t kt = c * CT, all = plan.group * CT, left = m.n_kt - kt;
+    const uint32_t kt = c * CT, all = plan.group.d * CT, left = m.n_kt - kt;
     const uint32_t tiles = left < all ? left : all;
     char *to = s.ring + stage * plan.stage_bytes;
     nbi_bar_expect(&s.full[stage], tiles * (TILE + SCALES) + (c ? 0 : 64));
@@ -198,17 +199,17 @@ NBI_DEV void nbi_stream_ask_stage(const WORK &w, const nbi_stream_plan &plan,
 template <nbi_weight_kind KIND, class WORK>
 NBI_DEV void nbi_stream_ask(const WORK &w, const nbi_stream_plan &plan, const nbi_stream_shared &s)
 {
-    const uint32_t groups = w.n_chunks / plan.group, each = w.n_parts * groups;
+    const uint32_t groups = nbi_div(w.n_chunks, plan.group), each = w.n_parts * groups;
     const uint32_t n = nbi_stream_own_tiles(w), lane = (uint32_t)nbi_lane();
     const uint32_t first = n * each < plan.stages ? n * each : plan.stages;
     for (uint32_t j = lane; j < first; j += NBI_WARP)
         nbi_stream_ask_stage<KIND>(w, plan, s, blockIdx.x + j / each * gridDim.x, j % each / groups,
-                                   j % groups * plan.group, j);
+                                   j % groups * plan.group.d, j);
     if (lane) return;
-    uint32_t stage = 0, turn = 1, part = first % each / groups, c = first % groups * plan.group;
+    uint32_t stage = 0, turn = 1, part = first % each / groups, c = first % groups * plan.group.d;
     for (uint32_t i = first / each; i < n; i++, part = 0) {
         for (; part < w.n_parts; part++, c = 0) {
-            for (; c < w.n_chunks; c += plan.group) {
+            for (; c < w.n_chunks; c += plan.group.d) {
                 nbi_bar_wait(&s.empty[stage], (turn - 1) & 1u);
                 nbi_stream_ask_stage<KIND>(w, plan, s, blockIdx.x + i * gridDim.x, part, c, stage);
                 if (++stage == plan.stages) stage = 0, turn++;
@@ -247,12 +248,14 @@ NBI_DEV void nbi_stream_put(const nbi_stream_plan &plan, const nbi_stream_shared
 /* One chunk of a token's x as nbi_stream_put() takes it; item i is chunk i % units of token
  * i / units. */
 template <nbi_weight_kind KIND, class WORK>
-NBI_DEV void nbi_stream_load_x(nbi_f32x4 *v, const WORK &w, const nbi_stream_shared &s, uint32_t i)
+NBI_DEV void nbi_stream_load_x(nbi_f32x4 *v, const WORK &w, const nbi_stream_plan &plan,
+                               const nbi_stream_shared &s, uint32_t i)
 {
     constexpr uint32_t COLS = nbi_chunk_tiles(KIND) * NBI_TILE_COLS, LOADS = COLS / 128;
-    const uint32_t units = w.n_parts * w.n_chunks, token = i / units, unit = i % units;
-    const float *row = token < w.n_tokens ? w.x(s.notes, token, unit / w.n_chunks) : nullptr;
-    const uint32_t first = unit % w.n_chunks * COLS + 4 * (uint32_t)nbi_lane();
+    const uint32_t token = nbi_div(i, plan.units), unit = i - token * plan.units.d;
+    const uint32_t part = nbi_div(unit, plan.chunks);
+    const float *row = token < w.n_tokens ? w.x(s.notes, token, part) : nullptr;
+    const uint32_t first = (unit - part * plan.chunks.d) * COLS + 4 * (uint32_t)nbi_lane();
 #pragma unroll
     for (uint32_t k = 0; k < LOADS; k++)
         v[k] = nbi_x_load(row, first + k * 128, row ? w.cols : 0, w.x_fast);
@@ -264,14 +267,15 @@ NBI_DEV void nbi_stream_take_x(const WORK &w, const nbi_stream_plan &plan,
                                const nbi_stream_shared &s, uint32_t warp)
 {
     constexpr uint32_t LOADS = nbi_chunk_tiles(KIND) / 2;
-    const uint32_t units = w.n_parts * w.n_chunks, all = units * plan.pad_tokens;
+    const uint32_t all = plan.units.d * plan.pad_tokens;
     for (uint32_t i = warp; i < all; i += 2 * plan.warps) {
         const uint32_t j = i + plan.warps;
         nbi_f32x4 v[LOADS], after[LOADS] = {};
-        nbi_stream_load_x<KIND>(v, w, s, i);
-        if (j < all) nbi_stream_load_x<KIND>(after, w, s, j);
-        nbi_stream_put<KIND>(plan, s, i % units, i / units, v);
-        if (j < all) nbi_stream_put<KIND>(plan, s, j % units, j / units, after);
+        nbi_stream_load_x<KIND>(v, w, plan, s, i);
+        if (j < all) nbi_stream_load_x<KIND>(after, w, plan, s, j);
+        nbi_stream_put<KIND>(plan, s, nbi_mod(i, plan.units), nbi_div(i, plan.units), v);
+        if (j < all)
+            nbi_stream_put<KIND>(plan, s, nbi_mod(j, plan.units), nbi_div(j, plan.units), after);
     }
 }
 
@@ -436,19 +440,18 @@ NBI_DEV void nbi_stream_reduce(const WORK &w, const nbi_stream_plan &plan,
     for (uint32_t j = 0; j < NT; j++) w.finish(s.notes, out[j], tile, lane / 4, j * 8 + 2 * t);
 }
 
-/* The warps that multiply, over all tiles of the block. */
+/* The warps that multiply, over the block's n tiles. */
 template <nbi_weight_kind KIND, uint32_t NT, class WORK>
 NBI_DEV void nbi_stream_consume(const WORK &w, const nbi_stream_plan &plan,
-                                const nbi_stream_shared &s, uint32_t warp)
+                                const nbi_stream_shared &s, uint32_t warp, uint32_t n)
 {
     constexpr uint32_t CT = nbi_chunk_tiles(KIND);
-    const uint32_t lane = (uint32_t)nbi_lane();
-    const uint32_t n = nbi_stream_own_tiles(w), units = w.n_parts * w.n_chunks;
+    const uint32_t lane = (uint32_t)nbi_lane(), units = w.n_parts * w.n_chunks;
     const uint32_t n_kt = (w.cols + NBI_TILE_COLS - 1) / NBI_TILE_COLS;
     const uint32_t tile_floats = units * plan.sum_floats + w.n_parts * NBI_TILE_ROWS;
     const nbi_stream_x_at x = nbi_stream_x_place<NT>(plan, s);
-    const uint32_t ring = plan.stages * plan.group; /* units */
-    uint32_t place = 0, turn = 0;                   /* of the round's first unit */
+    const uint32_t ring = plan.stages * plan.group.d; /* units */
+    uint32_t place = 0, turn = 0;                     /* of the round's first unit */
     for (uint32_t first = 0, side = 0; first < n; first += plan.round_tiles, side ^= 1) {
         const uint32_t left = n - first, tiles = left < plan.round_tiles ? left : plan.round_tiles;
         const uint32_t all = tiles * units;
@@ -464,11 +467,12 @@ NBI_DEV void nbi_stream_consume(const WORK &w, const nbi_stream_plan &plan,
                 next += plan.window;
             }
             if (u >= all) break;
-            const uint32_t chunk = unit % w.n_chunks, kt = chunk * CT;
-            const uint32_t stage = at * plan.group_inv >> 16, own = at - stage * plan.group;
+            const uint32_t part = nbi_div(unit, plan.chunks);
+            const uint32_t kt = (unit - part * plan.chunks.d) * CT;
+            const uint32_t stage = nbi_div(at, plan.group), own = at - stage * plan.group.d;
             nbi_bar_wait(&s.full[stage], at_turn & 1u);
             const char *codes = s.ring + stage * plan.stage_bytes;
-            const char *scales = codes + plan.group * CT * nbi_tile_bytes(KIND);
+            const char *scales = codes + plan.group.d * CT * nbi_tile_bytes(KIND);
             const char *row_scales = codes + plan.stage_bytes - 64;
             float *to = sums + tile * tile_floats;
             float p[NT][4];
@@ -476,7 +480,7 @@ NBI_DEV void nbi_stream_consume(const WORK &w, const nbi_stream_plan &plan,
                                           scales + own * CT * 64, n_kt - kt < CT ? n_kt - kt : CT,
                                           {x.at + unit * CT * NBI_TILE_STEPS * x.step, x.step});
             if (kt == 0 && lane < NBI_TILE_ROWS)
-                to[units * plan.sum_floats + unit / w.n_chunks * NBI_TILE_ROWS + lane] =
+                to[units * plan.sum_floats + part * NBI_TILE_ROWS + lane] =
                     reinterpret_cast<const float *>(row_scales)[lane];
             __syncwarp();
             nbi_bar_arrive(&s.empty[stage]);
@@ -504,7 +508,7 @@ NBI_DEV void nbi_stream_run(const WORK &w, const nbi_stream_plan &plan)
     const uint32_t warp = threadIdx.x / 32;
     if (threadIdx.x < plan.stages) { /* no more than there are threads */
         nbi_bar_init(&s.full[threadIdx.x], 1);
-        nbi_bar_init(&s.empty[threadIdx.x], plan.group * 32); /* every lane that read */
+        nbi_bar_init(&s.empty[threadIdx.x], plan.group.d * 32); /* every lane that read */
     }
     if (threadIdx.x < 2) s.zero[threadIdx.x] = 0;
     nbi_bar_init_done();
@@ -517,6 +521,7 @@ NBI_DEV void nbi_stream_run(const WORK &w, const nbi_stream_plan &plan)
         if (!WORK::WAITS) nbi_wait_before();
         return;
     }
+    const uint32_t n = nbi_stream_own_tiles(w); /* a division that nobody waits for here */
     if constexpr (requires { w.template take<KIND>(plan, s, warp); }) {
         w.template take<KIND>(plan, s, warp);
     } else {
@@ -524,5 +529,5 @@ NBI_DEV void nbi_stream_run(const WORK &w, const nbi_stream_plan &plan)
         nbi_stream_take_x<KIND>(w, plan, s, warp);
     }
     nbi_sync_some(1, plan.warps * 32);
-    nbi_stream_consume<KIND, NT>(w, plan, s, warp);
+    nbi_stream_consume<KIND, NT>(w, plan, s, warp, n);
 }

@@ -86,6 +86,7 @@ struct linear_work {
  * leaves in memory is written by one of them. */
 struct norm_work : linear_work {
     nbi_norm_args norm;
+    nbi_divisor norm_chunks;
 
     template <nbi_weight_kind KIND>
     NBI_DEV void put(const nbi_stream_plan &plan, const nbi_stream_shared &s, uint32_t chunk,
@@ -101,14 +102,14 @@ struct norm_work : linear_work {
     /* Item i is chunk i % n of token i / n. Behind the last token there are zeros. */
     NBI_DEV void read(nbi_norm_part *p, uint32_t i, uint32_t n, float *parts) const
     {
-        const uint32_t token = i / n, first = i % n * NBI_NORM_COLS;
+        const uint32_t token = nbi_div(i, norm_chunks), first = (i - token * n) * NBI_NORM_COLS;
         *p = {};
         if (token >= n_tokens) return;
         nbi_norm_take(p, norm, token, first, true);
         if (!parts) return;
         const float squares = nbi_warp_sum(p->squares(0));
         if (nbi_lane() == 0) parts[i] = squares;
-        if (norm.delta && i % gridDim.x == blockIdx.x)
+        if (norm.delta && nbi_is_own(i))
             p->store(norm.x_out + (size_t)token * norm.x_stride, first, cols, true);
     }
 
@@ -116,13 +117,13 @@ struct norm_work : linear_work {
     NBI_DEV void give(const nbi_stream_plan &plan, const nbi_stream_shared &s, nbi_norm_part *p,
                       const nbi_norm_part &weight, uint32_t i, uint32_t n, const float *parts) const
     {
-        const uint32_t token = i / n, chunk = i % n;
+        const uint32_t token = nbi_div(i, norm_chunks), chunk = i - token * n;
         if (token < n_tokens) {
             const float squares = nbi_norm_sum(parts + token * n, n);
             if (blockIdx.x == 0 && chunk == 0 && nbi_lane() == 0)
                 nbi_norm_guard(norm, token, squares);
             p->scale(nbi_norm_factor(norm, squares), weight);
-            if (i % gridDim.x == blockIdx.x)
+            if (nbi_is_own(i))
                 p->store(norm.out + (size_t)token * norm.out_stride, chunk * NBI_NORM_COLS, cols,
                          true);
         }
@@ -132,11 +133,11 @@ struct norm_work : linear_work {
     template <nbi_weight_kind KIND>
     NBI_DEV void take(const nbi_stream_plan &plan, const nbi_stream_shared &s, uint32_t warp) const
     {
-        const uint32_t n = (cols + NBI_NORM_COLS - 1) / NBI_NORM_COLS, all = n * plan.pad_tokens;
+        const uint32_t n = norm_chunks.d, all = n * plan.pad_tokens;
         constexpr uint32_t KEPT = KIND == NBI_WEIGHT_FP8_BLOCK ? 1 : 2; /* in registers */
         float *parts = s.sums;            /* free until the first products */
         nbi_norm_part kept[KEPT], weight; /* of the warp's first chunk: before the wait */
-        weight.load(norm.weight, warp % n * NBI_NORM_COLS, cols, true);
+        weight.load(norm.weight, nbi_mod(warp, norm_chunks) * NBI_NORM_COLS, cols, true);
         nbi_wait_before();
 #pragma unroll
         for (uint32_t k = 0; k < KEPT; k++)
@@ -149,7 +150,7 @@ struct norm_work : linear_work {
         nbi_sync_some(1, plan.warps * 32);
 #pragma unroll 1
         for (uint32_t i = warp, k = 0; i < all; i += plan.warps, k++) {
-            if (k) weight.load(norm.weight, i % n * NBI_NORM_COLS, cols, true);
+            if (k) weight.load(norm.weight, nbi_mod(i, norm_chunks) * NBI_NORM_COLS, cols, true);
             if (k >= KEPT) read(&kept[0], i, n, nullptr);
             give<KIND>(plan, s, &kept[0], weight, i, n, parts);
 #pragma unroll
@@ -170,7 +171,7 @@ struct swiglu_work : linear_work {
         nbi_wait_before();
 #pragma unroll 2
         for (uint32_t i = warp; i < n_chunks * plan.pad_tokens; i += plan.warps) {
-            const uint32_t token = i / n_chunks, unit = i % n_chunks;
+            const uint32_t token = nbi_div(i, plan.chunks), unit = i - token * n_chunks;
             const uint32_t end = token < n_tokens ? cols : 0;
             const size_t row = (size_t)(token < n_tokens ? token : 0) * stride;
             nbi_f32x4 g[LOADS], u[LOADS];
@@ -342,7 +343,8 @@ void nbi_cuda_stream_linear(nbi_cuda *c, const nbi_linear_args *calls, uint32_t 
     w.x_fast = nbi_x_fast(a->x, a->x_stride, p->cols);
     const nbi_stream_plan plan = plan_for(c, a, w.n_tiles);
     if (around->norm) {
-        const norm_work k = {{w}, nbi_norm_of(around->norm)};
+        const norm_work k = {
+            {w}, nbi_norm_of(around->norm), nbi_divisor_of(nbi_ceil_div(p->cols, NBI_NORM_COLS))};
         launch_kind(c, k, plan);
     } else if (around->swiglu) {
         const swiglu_work k = {{w},

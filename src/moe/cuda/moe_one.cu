@@ -22,10 +22,11 @@ struct one_args {
     const int32_t *ids;
     const float *weights; /* down */
     uint32_t top_k, n_experts, n_chunks;
-    uint32_t n_tiles; /* gate_up: of all slots */
-    uint32_t each;    /* units of a tile */
-    uint32_t units;   /* of a block, most */
-    uint32_t group;   /* units of a copy: neighbours in a tile */
+    nbi_divisor chunks, rt; /* by n_chunks, by the row tiles of an expert */
+    uint32_t n_tiles;       /* gate_up: of all slots */
+    nbi_divisor each;       /* units of a tile */
+    uint32_t units;         /* of a block, most */
+    nbi_divisor group;      /* units of a copy: neighbours in a tile */
     bool x_fast;
 };
 
@@ -54,7 +55,7 @@ __host__ __device__ inline uint32_t lay_out(one_shared *s, char *base, uint32_t 
 /* The tiles of block b are first_tile(b) ... first_tile(b + 1) - 1. */
 static NBI_DEV uint32_t first_tile(const one_args &a, uint32_t b)
 {
-    return (uint32_t)((uint64_t)a.n_tiles * b / gridDim.x);
+    return a.n_tiles * b / gridDim.x;
 }
 
 /* The ids, lane k that of slot k; UINT32_MAX: none. */
@@ -86,7 +87,7 @@ static NBI_DEV void open_group(const one_args &a, const one_shared &s, uint32_t 
     constexpr uint32_t SCALES = KIND == NBI_WEIGHT_NVFP4 ? 64u : 0u;
     nbi_bar_init(s.full + q, 1);
     nbi_bar_init_done();
-    nbi_bar_expect(s.full + q, tiles_of<KIND>(a, c, a.group) * (nbi_tile_bytes(KIND) + SCALES));
+    nbi_bar_expect(s.full + q, tiles_of<KIND>(a, c, a.group.d) * (nbi_tile_bytes(KIND) + SCALES));
 }
 
 /* One thread: asks for group q, row tile rt from chunk c on. Scales first: copies arrive in order,
@@ -97,11 +98,11 @@ static NBI_DEV void ask(const one_args &a, const one_shared &s, uint32_t q, uint
 {
     constexpr uint32_t CT = nbi_chunk_tiles(KIND), TILE = nbi_tile_bytes(KIND);
     constexpr uint32_t SCALES = KIND == NBI_WEIGHT_NVFP4 ? 64u : 0u;
-    const uint32_t n = tiles_of<KIND>(a, c, a.group);
+    const uint32_t n = tiles_of<KIND>(a, c, a.group.d);
     const size_t tile = (size_t)rt * a.w.first.n_kt + c * CT, at = expert * a.w.stride;
-    char *to = s.ring + q * a.group * nbi_stream_unit_bytes(KIND);
+    char *to = s.ring + q * a.group.d * nbi_stream_unit_bytes(KIND);
     if (SCALES)
-        nbi_copy_bulk(to + a.group * CT * TILE,
+        nbi_copy_bulk(to + a.group.d * CT * TILE,
                       static_cast<const char *>(a.w.first.scales) + at + tile * SCALES, n * SCALES,
                       s.full + q);
     nbi_copy_bulk(to, static_cast<const char *>(a.w.first.data) + at + tile * TILE, n * TILE,
@@ -161,10 +162,10 @@ static NBI_DEV void multiply(const one_args &a, const one_shared &s, uint32_t u,
                              const one_x<KIND> &x)
 {
     constexpr uint32_t CT = nbi_chunk_tiles(KIND), TILE = nbi_tile_bytes(KIND);
-    const uint32_t q = u / a.group, in = u % a.group, n = tiles_of<KIND>(a, c, 1);
-    const char *group = s.ring + q * a.group * nbi_stream_unit_bytes(KIND);
+    const uint32_t q = nbi_div(u, a.group), in = u - q * a.group.d, n = tiles_of<KIND>(a, c, 1);
+    const char *group = s.ring + q * a.group.d * nbi_stream_unit_bytes(KIND);
     const char *codes = group + in * CT * TILE;
-    const char *scales = group + a.group * CT * TILE + in * CT * 64;
+    const char *scales = group + a.group.d * CT * TILE + in * CT * 64;
     const uint32_t lane = (uint32_t)nbi_lane();
     float p[4] = {0, 0, 0, 0};
     nbi_bar_wait(s.full + q, 0);
@@ -190,23 +191,24 @@ static __global__ void __launch_bounds__(WARPS *NBI_WARP, 2)
 {
     one_shared s;
     lay_out(&s, nbi_shared<char>(), a.units, nbi_stream_unit_bytes(KIND));
-    const uint32_t lane = (uint32_t)nbi_lane(), n_rt = a.w.first.n_rt;
+    const uint32_t lane = (uint32_t)nbi_lane();
     const uint32_t warp = __shfl_sync(NBI_FULL_MASK, threadIdx.x / NBI_WARP, 0);
     const uint32_t t0 = first_tile(a, blockIdx.x), n = first_tile(a, blockIdx.x + 1) - t0;
-    const uint32_t units = n * a.n_chunks, own = own_group(warp, WARPS), first = own * a.group;
-    const uint32_t own_tile = t0 + first / a.n_chunks, own_c = first % a.n_chunks;
+    const uint32_t units = n * a.n_chunks, own = own_group(warp, WARPS), first = own * a.group.d;
+    const uint32_t own_tile = t0 + nbi_div(first, a.chunks), own_c = nbi_mod(first, a.chunks);
     if (first < units) open_group<KIND>(a, s, own, own_c);
     __syncthreads();
     nbi_wait_before();
     nbi_let_next(); /* not before the wait: down reads the ids that we waited for */
     const uint32_t id = load_ids(a);
-    uint32_t c = warp % a.n_chunks;
+    uint32_t c = nbi_mod(warp, a.chunks);
     one_row<KIND> row_x;
     one_x<KIND> x;
     row_x.load(a, a.x, c);
     /* who ends a row: 8 rows of tile k */
     const uint32_t k = threadIdx.x / 8, g = threadIdx.x % 8, tile = t0 + k;
-    const uint32_t slot = k < n ? tile / n_rt : 0, rt = tile % n_rt, row = rt * 8 + g;
+    const uint32_t slot = k < n ? nbi_div(tile, a.rt) : 0, rt = nbi_mod(tile, a.rt),
+                   row = rt * 8 + g;
     const uint32_t e = __shfl_sync(NBI_FULL_MASK, id, (int)slot);
     const bool ends = k < n && e != UINT32_MAX && row < a.w.first.rows;
     nbi_cuda_packed m = a.w.first;
@@ -216,17 +218,18 @@ static __global__ void __launch_bounds__(WARPS *NBI_WARP, 2)
         gate_scale = m.row_scale[rt * 16 + g];
         up_scale = m.row_scale[rt * 16 + 8 + g];
     }
-    const uint32_t own_e = __shfl_sync(NBI_FULL_MASK, id, (int)(own_tile / n_rt & 31));
-    if (first < units && own_e != UINT32_MAX) ask<KIND>(a, s, own, own_e, own_tile % n_rt, own_c);
+    const uint32_t own_e = __shfl_sync(NBI_FULL_MASK, id, (int)(nbi_div(own_tile, a.rt) & 31));
+    if (first < units && own_e != UINT32_MAX)
+        ask<KIND>(a, s, own, own_e, nbi_mod(own_tile, a.rt), own_c);
     x.make(row_x);
     for (uint32_t u = warp; u < units; u += WARPS) {
-        if (u % a.n_chunks != c) {
-            c = u % a.n_chunks;
+        if (nbi_mod(u, a.chunks) != c) {
+            c = nbi_mod(u, a.chunks);
             row_x.load(a, a.x, c);
             x.make(row_x);
         }
         if (u < a.n_chunks && lane == 0) s.unit[c] = x.two_e;
-        const uint32_t at = (t0 + u / a.n_chunks) / n_rt;
+        const uint32_t at = nbi_div(t0 + nbi_div(u, a.chunks), a.rt);
         if (__shfl_sync(NBI_FULL_MASK, id, (int)at) != UINT32_MAX) multiply<KIND>(a, s, u, c, x);
     }
     __syncthreads();
@@ -312,12 +315,13 @@ static __global__ void __launch_bounds__(DOWN_WARPS *NBI_WARP, 2)
     const uint32_t lane = (uint32_t)nbi_lane();
     const uint32_t warp = __shfl_sync(NBI_FULL_MASK, threadIdx.x / NBI_WARP, 0);
     const uint32_t t0 = first_tile(a, blockIdx.x), n = first_tile(a, blockIdx.x + 1) - t0;
-    const uint32_t units = n * a.each, own = own_group(warp, DOWN_WARPS), first = own * a.group;
+    const uint32_t units = n * a.each.d, own = own_group(warp, DOWN_WARPS), first = own * a.group.d;
     const uint32_t id = load_ids(a);
-    const uint32_t own_e = __shfl_sync(NBI_FULL_MASK, id, (int)(first % a.each / a.n_chunks));
+    const uint32_t own_e =
+        __shfl_sync(NBI_FULL_MASK, id, (int)nbi_div(nbi_mod(first, a.each), a.chunks));
     if (first < units && own_e != UINT32_MAX) {
-        open_group<KIND>(a, s, own, first % a.n_chunks);
-        ask<KIND>(a, s, own, own_e, t0 + first / a.each, first % a.n_chunks);
+        open_group<KIND>(a, s, own, nbi_mod(first, a.chunks));
+        ask<KIND>(a, s, own, own_e, t0 + nbi_div(first, a.each), nbi_mod(first, a.chunks));
     }
     const float weight = nbi_float((uint32_t)nbi_load_fresh(
         reinterpret_cast<const int32_t *>(a.weights) + (lane < a.top_k ? lane : 0)));
@@ -327,12 +331,12 @@ static __global__ void __launch_bounds__(DOWN_WARPS *NBI_WARP, 2)
     nbi_let_next();
     nbi_wait_before();
     const auto row = [&](uint32_t u) {
-        const uint32_t slot = u % a.each / a.n_chunks;
+        const uint32_t slot = nbi_div(nbi_mod(u, a.each), a.chunks);
         const bool none = __shfl_sync(NBI_FULL_MASK, id, (int)slot) == UINT32_MAX;
         return u < units && !none ? a.x + (size_t)slot * a.w.first.cols : nullptr;
     };
     for (uint32_t u = warp; u < units; u += 2 * DOWN_WARPS) {
-        const uint32_t v = u + DOWN_WARPS, c[2] = {u % a.n_chunks, v % a.n_chunks};
+        const uint32_t v = u + DOWN_WARPS, c[2] = {nbi_mod(u, a.chunks), nbi_mod(v, a.chunks)};
         const float *from[2] = {row(u), row(v)};
         one_row<KIND> x[2];
         one_x<KIND> b;
@@ -349,7 +353,7 @@ static __global__ void __launch_bounds__(DOWN_WARPS *NBI_WARP, 2)
     __syncthreads();
     for (uint32_t k = warp; k < n; k += DOWN_WARPS) {
         if (k != warp) scale = load_scales(a, id, 0, t0 + k);
-        sum_slots<KIND>(a, s, id, weight, t0 + k, k * a.each, scale);
+        sum_slots<KIND>(a, s, id, weight, t0 + k, k * a.each.d, scale);
     }
 }
 
@@ -371,9 +375,11 @@ static uint32_t divide(one_args *k, const nbi_cuda *c, const nbi_moe_weights &w,
     k->top_k = top_k;
     k->n_chunks = nbi_chunks_of(kind, w.first.n_kt);
     k->n_tiles = w.first.n_rt * (down ? 1 : top_k);
-    k->each = k->n_chunks * (down ? top_k : 1);
-    k->units = nbi_ceil_div(k->n_tiles, grid_of(c, k->n_tiles)) * k->each;
-    k->group = nbi_stream_group(k->n_chunks, nbi_stream_unit_bytes(kind));
+    k->chunks = nbi_divisor_of(k->n_chunks);
+    k->rt = nbi_divisor_of(w.first.n_rt);
+    k->each = nbi_divisor_of(k->n_chunks * (down ? top_k : 1));
+    k->units = nbi_ceil_div(k->n_tiles, grid_of(c, k->n_tiles)) * k->each.d;
+    k->group = nbi_divisor_of(nbi_stream_group(k->n_chunks, nbi_stream_unit_bytes(kind)));
     one_shared unused;
     const uint32_t bytes = lay_out(&unused, nullptr, k->units, nbi_stream_unit_bytes(kind));
     const uint32_t least = (uint32_t)c->rt.shared_max / (down ? 4 : 2) + 1024;
