@@ -2,7 +2,7 @@
 BUILD := build/release
 ARGS  ?=
 
-.PHONY: all build run check test bench eval lint format fuzz soak gpu-test install clean help
+.PHONY: all build run check test bench figures eval lint format fuzz soak gpu-test install clean help
 
 all: build
 
@@ -21,6 +21,9 @@ test:                   ## everything that CI runs
 
 bench: build            ## decode and prefill speed against the floor of this machine
 	@scripts/bench $(ARGS)
+
+figures:                ## docs/figures-h200.svg from docs/figures-h200.json
+	@python3 tools/bench/figures.py
 
 eval: build             ## what the embedded model can do, on held-out items
 	@scripts/eval $(ARGS)
