@@ -10,6 +10,8 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 def pytest_addoption(parser):
     parser.addoption("--build", default="build/release", help="build folder whose nibble is tested")
     parser.addoption("--ranks", type=int, default=1, help="servers of tests/api and tests/fault run on so many ranks")
+    parser.addoption("--serve-options", default="",
+                     help='for every server of tests/api and tests/fault, e.g. "--device cuda --kv-cache-dtype fp8_e4m3"')
     parser.addoption("--long", action="store_true", help="the long form of the tests that have one")
 
 

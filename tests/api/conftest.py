@@ -6,6 +6,7 @@ and chat template. Only tests that ask for `trained` depend on what the model ha
 
 import pathlib
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -21,6 +22,19 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 SYNTH = """vocab_size=4096 hidden_size=128 intermediate_size=256 moe_intermediate_size=64 num_attention_heads=4
 num_key_value_heads=4 q_lora_rank=64 index_n_heads=4 index_topk=128 max_position_embeddings=4096 pad_token_id=4060
 eos_token_id=[4060,4067,4069]""".split()
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "runners: among the tests that scripts/gpu-test repeats for every runner and kind of KV cache")
+    config.addinivalue_line("markers", "cpu_only(why): skipped when --serve-options names a GPU")
+
+
+def pytest_collection_modifyitems(config, items):
+    if "cuda" not in config.getoption("--serve-options"):
+        return
+    for item in items:
+        for mark in item.iter_markers("cpu_only"):
+            item.add_marker(pytest.mark.skip(reason=f"on a CPU only: {mark.args[0]}"))
 
 
 @pytest.fixture(scope="session")
@@ -54,8 +68,10 @@ def serve(nibble_bin, model_dir, request):
     """Starts servers that end with the session at the latest: serve(*options)."""
     servers = []
     ranks = request.config.getoption("--ranks")
+    everywhere = shlex.split(request.config.getoption("--serve-options"))
 
     def start(*options, model=model_dir, **kwargs):
+        options = (*everywhere, *options)
         if ranks > 1 and "--tp-size" not in options:
             options = ("--tp-size", str(ranks), *options)
         servers.append(Server(nibble_bin, model, *options, **kwargs))

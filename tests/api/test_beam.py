@@ -8,6 +8,8 @@ from api_server import stream
 from test_disconnect import begin, wait_running
 from test_errors import error_of
 
+pytestmark = pytest.mark.runners
+
 PROMPT = "What is 3+5? The answer is"
 ASK = [{"role": "user", "content": "What is 3+5?"}]
 

@@ -3,6 +3,8 @@
 import pytest
 from api_server import stream
 
+pytestmark = pytest.mark.runners
+
 ASK = [{"role": "user", "content": "What is 3+5?"}]
 OPEN = {"ignore_eos": True}
 

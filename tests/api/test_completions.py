@@ -5,6 +5,8 @@ import json
 import pytest
 from api_server import stream
 
+pytestmark = pytest.mark.runners
+
 PROMPT = "Once upon a time in a land far away there was"
 GREEDY = {"temperature": 0, "extra_body": {"ignore_eos": True}}
 

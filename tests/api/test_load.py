@@ -9,6 +9,8 @@ import httpx
 import pytest
 from api_server import stream
 
+pytestmark = pytest.mark.runners
+
 
 def test_64_streams(server, model, sanitized):
     """Every stream gets, token by token, what its request gets alone."""

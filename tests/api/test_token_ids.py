@@ -5,6 +5,8 @@ from api_server import stream
 from test_errors import error_of
 from test_native import PROMPT, completion
 
+pytestmark = pytest.mark.runners
+
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
 ASK = [{"role": "user", "content": "What is 3+5? \N{GRINNING FACE}"}]
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}}]

@@ -7,6 +7,8 @@ import pytest
 from test_errors import error_of
 from test_native import PROMPT, completion, generate
 
+pytestmark = pytest.mark.runners
+
 ASK = [{"role": "user", "content": "What is 3+5?"}]
 
 

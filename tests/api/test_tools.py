@@ -7,6 +7,8 @@ import pytest
 from api_server import stream
 from tool_cases import CASES, CHAT_TOOLS, FORCED_SCHEMAS, NO_CALL
 
+pytestmark = pytest.mark.runners
+
 THINKING_OFF = {"chat_template_kwargs": {"enable_thinking": False}}
 
 

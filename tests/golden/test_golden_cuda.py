@@ -61,6 +61,21 @@ def test_same_bits(name, options, nibble, whole, tmp_path):
         f"first {int(np.argmin(same))}, by {compare.relative(got, whole(case)).max():.2e}"
 
 
+@BY_CASE
+@pytest.mark.parametrize("runner", ["cuda_gemv", "cuda_stream", "cuda_grouped", "cuda_masked"])
+def test_runners(name, runner, nibble, whole, tmp_path):
+    """Each by name: the bits of "auto", or the sentence why not."""
+    case = CASES[name]
+    if "emulated" in str(nibble) and name not in ("glm53-fp8", "qwen3-nvfp4"):
+        pytest.skip("all cases take minutes in the emulation")
+    try:
+        got = compare.score(nibble, case.folder, case.tokens, tmp_path, "--device", "cuda", "--moe-runner-backend", runner)
+    except compare.Failed as e:
+        assert runner in e.text and "cannot run" in e.text, e
+        pytest.skip(e.text.strip().splitlines()[-1])
+    assert np.array_equal(got.view(np.uint32), whole(case).view(np.uint32))
+
+
 @pytest.mark.parametrize("name", ["glm53-fp8", "lite-bf16", "qwen3-nvfp4"])
 def test_fp8_cache(name, nibble, tmp_path):
     """As the CPU with the same cache, not as the CPU with a BF16 one; a chunk at a time or at once: the same bits."""
