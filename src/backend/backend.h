@@ -64,6 +64,10 @@ typedef struct nbi_batch {
     const int32_t *list_rows;   /* [T] drafting: row of the first pass it goes back to; else NULL */
     const int32_t *shares;      /* [T] 1: takes experts that others read (nbi_share_experts_args);
                                    NULL: nobody does */
+    const int32_t *candidates;  /* [R] host; with ranks on several hosts so many of the best logits
+                                   of each rank suffice (model/candidates.h); 0, NULL: all are
+                                   wanted. Where links are short all are there anyway */
+    uint32_t n_valid;           /* with candidates: ids below may be chosen */
     const int32_t *expanded;    /* [S] rows at positions below attend in MLA's expanded form; NULL:
                                    none do. Host, and for backends with ops->mla_expanded only */
     int32_t *row_fault;         /* [T] out: numerics guard, zero when fine */
@@ -321,6 +325,8 @@ typedef struct nbi_add_args {
  * temperature, then top_k, top_p, min_p in this order over the sorted distribution, then one draw
  * with u = philox4x32-10(seed, counter) in [0, 1) walked down the sorted candidates. Ids >= n_valid
  * (padding rows of the head) are never chosen. Log-probabilities are of the untouched logits. */
+
+#define NBI_SAMPLE_GREEDY 1e-6f
 
 /* One token whose logit is changed. */
 typedef struct nbi_sample_adjust {

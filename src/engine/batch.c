@@ -25,6 +25,7 @@ static size_t carve(nbi_step_batch *b, char *base)
         {&b->page_table, S * b->page_stride * i32},
         {&b->logit_rows, R * i32},
         {&b->logit_fault, R * i32},
+        {&b->candidates, R * i32},
         {&b->seqs, S * sizeof(nb_request *)},
         {&b->seq_logit, (S + 1) * sizeof(uint32_t)},
         {&b->sample_rows, R * sizeof(nbi_sample_row)},
@@ -81,6 +82,8 @@ void nbi_step_batch_clear(nbi_step_batch *b)
                           .expanded = b->expanded,
                           .page_table = b->page_table,
                           .logit_rows = b->logit_rows,
+                          .candidates = b->candidates,
+                          .n_valid = b->n_valid,
                           .row_fault = b->row_fault};
     b->seq_first[0] = 0;
     b->seq_logit[0] = 0;
@@ -100,6 +103,14 @@ static bool only_ends(const nb_request *r, const uint32_t *mask)
         n_ends += !again && id / 32 < r->mask_words && (mask[id / 32] >> id % 32 & 1u);
     }
     return n_allowed == n_ends;
+}
+
+/* How many logits of each rank choosing this row's token needs (model/candidates.h); 0: all. */
+static int32_t candidates_of(const nbi_sample_row *row, bool constrained)
+{
+    if (constrained || row->forced || row->n_logprobs >= 0 || row->n_adjust) return 0;
+    if (row->temperature < NBI_SAMPLE_GREEDY) return 1;
+    return row->top_k > 0 && row->top_k < NBI_CANDIDATES_MAX ? row->top_k + 1 : 0;
 }
 
 /* Row `row` at position p: are its logits wanted, and for what? Fills the sample row but for masks
@@ -127,11 +138,14 @@ static void add_logit_row(nbi_step_batch *b, nb_request *r, uint32_t row, uint32
     if (!last) {
         b->sample_rows[i].forced = true;
         b->sample_rows[i].forced_id = r->tokens[p + 1];
+        b->candidates[i] = 0;
         return;
     }
-    b->constrained = b->constrained || r->masks || p + 1 - r->n_prompt < s->min_tokens;
+    const bool constrained = r->masks || p + 1 - r->n_prompt < s->min_tokens;
+    b->constrained = b->constrained || constrained;
     b->sample_rows[i].adjust = r->penalties.adjust;
     b->sample_rows[i].n_adjust = r->penalties.n;
+    b->candidates[i] = candidates_of(&b->sample_rows[i], constrained);
 }
 
 void nbi_step_batch_add(nbi_step_batch *b, nb_request *r, uint32_t rows)

@@ -67,6 +67,7 @@ static void add_rows(nbi_step_batch *b, nb_request *r, uint32_t from, uint32_t r
     b->logit_rows[l] = (int32_t)(b->view.n_rows - 1);
     b->logit_fault[l] = 0;
     b->sample_rows[l] = (nbi_sample_row){.top_p = 1, .n_logprobs = -1}; /* greedy */
+    b->candidates[l] = r->masks ? 0 : 1;
 }
 
 static void add_draft(nb_request *r, int32_t id)

@@ -14,6 +14,7 @@
 #include "comm/comm.h"
 #include "engine/kvpool.h"
 #include "engine/prefix.h"
+#include "model/candidates.h"
 #include "model/model.h"
 #include "text/decode.h"
 #include "text/tokenizer.h"
@@ -147,6 +148,7 @@ typedef struct nbi_step_batch {
     int32_t *ids, *pos, *row_seq, *seq_first, *seq_len, *expanded, *page_table, *logit_rows,
         *row_fault, *logit_fault;
     int32_t *shares;                  /* [n_rows], as in nbi_batch */
+    int32_t *candidates;              /* [n_logit_rows], likewise */
     int32_t *hidden_rows, *list_rows; /* drafting: [n_rows], as in nbi_batch */
     uint32_t *last_row;  /* drafting: [n_seqs] last row of each request in the pass before */
     uint32_t *seq_logit; /* [n_seqs + 1] first logit row of each sequence */
@@ -156,6 +158,7 @@ typedef struct nbi_step_batch {
     void *block;
     bool constrained; /* some row may have a mask or banned ids */
     uint32_t max_rows, max_seqs, max_logit_rows, page_stride;
+    uint32_t n_valid; /* ids that may be chosen */
 } nbi_step_batch;
 
 typedef struct nbi_owed nbi_owed; /* results.c */

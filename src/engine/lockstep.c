@@ -40,7 +40,7 @@ bool nbi_ranks_lead(const nb_engine *e)
 size_t nbi_ranks_order_bytes(uint32_t rows, uint32_t seqs, uint32_t logits, uint32_t max_context)
 {
     const size_t pages = pages_of((int32_t)max_context);
-    size_t values = 6 * (size_t)rows + (3 + pages) * seqs + 1 + logits;
+    size_t values = 6 * (size_t)rows + (3 + pages) * seqs + 1 + 2 * (size_t)logits;
     size_t bytes = sizeof(order) + values * sizeof(int32_t);
     return bytes > FIRST_BYTES ? bytes : FIRST_BYTES;
 }
@@ -82,7 +82,7 @@ static bool move_batch(cursor *c, nbi_step_batch *b, const order *o)
     bool fits = move(c, b->ids, rows) && move(c, b->pos, rows) && move(c, b->row_seq, rows) &&
                 move(c, b->shares, rows) && move(c, b->seq_first, seqs + 1) &&
                 move(c, b->seq_len, seqs) && move(c, b->expanded, seqs) &&
-                move(c, b->logit_rows, o->n_logit_rows);
+                move(c, b->logit_rows, o->n_logit_rows) && move(c, b->candidates, o->n_logit_rows);
     if (is_draft(o->kind))
         fits = fits && move(c, b->hidden_rows, rows) && move(c, b->list_rows, rows);
     for (uint32_t s = 0; s < seqs && fits; s++) {

@@ -280,6 +280,7 @@ nb_status nbi_engine_reserve(nb_engine *e, nbi_dtype kv_dtype, nb_error *err)
     if (e->n_draft_steps)
         NB_TRY(
             nbi_step_batch_create(&e->drafting, rows, e->max_running, logits, e->max_context, err));
+    e->batch.n_valid = e->drafting.n_valid = e->n_valid_ids;
     NB_TRY(nbi_owed_create(e, logits, err));
     NB_TRY(nbi_ranks_init(e, rows, logits, err));
     e->turns = nbi_calloc(NBI_CLIENTS, sizeof *e->turns);

@@ -81,6 +81,12 @@ static size_t carve(nbi_workspace *ws, const nbi_model *m, uint32_t T, uint32_t 
         {&ws->parts, m->comm && !m->b->ops->join_ranks
                          ? m->split.shard.tp_size * NBI_LOGIT_ROWS * vocab * f32
                          : 0},
+        {&ws->best,
+         m->comm && !m->b->ops->join_ranks ? R * (NBI_CANDIDATES_MAX + 1) * sizeof *ws->best : 0},
+        {&ws->all_best,
+         m->comm && !m->b->ops->join_ranks
+             ? m->split.shard.tp_size * R * (NBI_CANDIDATES_MAX + 1) * sizeof *ws->all_best
+             : 0},
         {&ws->cos, T * (c->rope.dim / 2) * f32},
         {&ws->sin, T * (c->rope.dim / 2) * f32},
         {&ws->hidden, m->can_draft ? T * c->hidden * act : 0},
@@ -505,32 +511,80 @@ static void join_logits(step *s, uint32_t n_rows)
                                       sizeof(float));
 }
 
-/* The logits of all ranks from their parts; the same on each. */
-static void gather_logits(step *s, uint32_t n_rows)
+/* out[ranks][bytes] := `in` of all ranks. */
+static void gather_ranks(step *s, void *out, const void *in, size_t bytes)
+{
+    nbi_timing *t = s->status == NB_OK ? s->b->timing : NULL;
+    if (t) nbi_timing_collective_begin(t);
+    if (s->status == NB_OK) s->status = nbi_comm_gather(s->m->comm, out, in, bytes, s->err);
+    if (t)
+        nbi_timing_collective_end(t, NBI_TIMED_ALL_GATHER,
+                                  (s->m->split.shard.tp_size - 1.0) * (double)bytes);
+}
+
+/* Rows of which the best logits suffice: those of each rank, the rest of the row is -inf. */
+static void gather_best(step *s, uint32_t n_rows)
+{
+    const nbi_split *split = &s->m->split;
+    const nbi_batch *batch = s->batch;
+    const nbi_range own = nbi_split_vocab(split, s->c->vocab, split->shard.tp_rank);
+    const uint32_t valid = batch->n_valid > own.first ? batch->n_valid - own.first : 0;
+    uint32_t n = 0;
+    for (uint32_t r = 0; r < n_rows; r++) {
+        if (!batch->candidates[r]) continue;
+        const uint32_t count = (uint32_t)batch->candidates[r];
+        NB_ASSERT(count <= NBI_CANDIDATES_MAX);
+        nbi_candidates_find(s->ws->best + n, count, s->ws->part + (size_t)r * split->vocab_max,
+                            own.n, valid < own.n ? valid : own.n, (int32_t)own.first);
+        n += count + 1;
+    }
+    if (!n) return;
+    gather_ranks(s, s->ws->all_best, s->ws->best, n * sizeof *s->ws->best);
+    for (uint32_t k = 0; k < split->shard.tp_size && s->status == NB_OK; k++) {
+        const nbi_candidate *in = s->ws->all_best + (size_t)k * n;
+        for (uint32_t r = 0; r < n_rows; r++) {
+            if (!batch->candidates[r]) continue;
+            const uint32_t count = (uint32_t)batch->candidates[r] + 1;
+            nbi_candidates_put(s->ws->logits + (size_t)r * s->c->vocab, s->c->vocab, in, count,
+                               k == 0);
+            in += count;
+        }
+    }
+}
+
+/* Logits [from, to) of all ranks from their parts. */
+static void gather_rows(step *s, uint32_t from, uint32_t to)
 {
     const nbi_split *split = &s->m->split;
     const size_t width = split->vocab_max, vocab = s->c->vocab;
-    if (s->b->ops->join_ranks) {
-        join_logits(s, n_rows);
-        return;
-    }
-    for (uint32_t r = 0; r < n_rows; r += NBI_LOGIT_ROWS) {
-        const uint32_t n = n_rows - r < NBI_LOGIT_ROWS ? n_rows - r : NBI_LOGIT_ROWS;
-        const size_t bytes = n * width * sizeof(float);
-        nbi_timing *t = s->status == NB_OK ? s->b->timing : NULL;
-        if (t) nbi_timing_collective_begin(t);
-        if (s->status == NB_OK)
-            s->status =
-                nbi_comm_gather(s->m->comm, s->ws->parts, s->ws->part + r * width, bytes, s->err);
-        if (t)
-            nbi_timing_collective_end(t, NBI_TIMED_ALL_GATHER,
-                                      (split->shard.tp_size - 1.0) * (double)bytes);
+    for (uint32_t r = from; r < to; r += NBI_LOGIT_ROWS) {
+        const uint32_t n = to - r < NBI_LOGIT_ROWS ? to - r : NBI_LOGIT_ROWS;
+        gather_ranks(s, s->ws->parts, s->ws->part + r * width, n * width * sizeof(float));
         for (uint32_t k = 0; k < split->shard.tp_size; k++) {
             const nbi_range rows = nbi_split_vocab(split, s->c->vocab, k);
             for (uint32_t i = 0; i < n; i++)
                 s->b->ops->copy(s->b, s->ws->logits + (r + i) * vocab + rows.first,
                                 s->ws->parts + (k * n + i) * width, rows.n * sizeof(float));
         }
+    }
+}
+
+/* The logits of all ranks; the same on each. */
+static void gather_logits(step *s, uint32_t n_rows)
+{
+    const nbi_comm *comm = s->m->comm;
+    if (s->b->ops->join_ranks) {
+        join_logits(s, n_rows);
+        return;
+    }
+    /* In shared memory all are copied in the time in which the best are found. */
+    const int32_t *best =
+        nbi_comm_local_size(comm) < nbi_comm_size(comm) ? s->batch->candidates : NULL;
+    if (best) gather_best(s, n_rows);
+    for (uint32_t r = 0, to; r < n_rows; r = to) {
+        for (to = r; to < n_rows && !(best && best[to]);) to++;
+        gather_rows(s, r, to);
+        for (; to < n_rows && best && best[to];) to++;
     }
 }
 

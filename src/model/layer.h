@@ -3,6 +3,7 @@
 #pragma once
 
 #include "backend/parts.h"
+#include "model/candidates.h"
 #include "model/model.h"
 #include "model/split.h"
 
@@ -94,6 +95,8 @@ typedef struct nbi_workspace {
     float *logits;                   /* [R, V] */
     float *part;                     /* ranks: [NBI_LOGIT_ROWS, vocab_max] logits of this one, */
     float *parts;                    /* [ranks][NBI_LOGIT_ROWS, vocab_max] and of all */
+    nbi_candidate *best;             /* ranks: [R, NBI_CANDIDATES_MAX + 1] of this one, */
+    nbi_candidate *all_best;         /* [ranks][R, NBI_CANDIDATES_MAX + 1] and of all */
     float *cos, *sin;                /* [T, rope dim / 2] */
     void *hidden,
         *draft_hidden; /* drafting: [T, H] final states of the last forward and draft pass */

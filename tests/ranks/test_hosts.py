@@ -1,5 +1,7 @@
 """Ranks of several hosts. Those of one machine take its parts for hosts (NIBBLE_COMM_HOST), so that all between leaders goes over MPI."""
 
+import concurrent.futures
+import json
 import os
 import re
 import signal
@@ -58,6 +60,27 @@ def test_same_bits(serve, hosts, options):
     before = leftovers()
     assert answers(serve, *options, prefix=over_hosts("a" * len(hosts))) == answers(serve, *options, prefix=over_hosts(hosts))
     assert leftovers() <= before
+
+
+def test_best_logits(serve, model_dir):
+    """Greedily and with top_k hosts exchange their best logits; with log-probabilities, all: the same tokens, also beside each other."""
+    bodies = [{"temperature": t, "top_k": k, "top_p": p, "min_p": m, "seed": i} for i, (t, k, p, m) in enumerate(
+        [(0, -1, 1, 0), (1, 20, 1, 0), (0.7, 50, 0.9, 0), (1.5, 128, 0.95, 0.02), (3, 2, 1, 0), (1, -1, 0.9, 0), (1, 500, 0.9, 0)])]
+    server = serve(*EXACT, "--tp-size", "3", "--speculative-algorithm", "mtp", prefix=over_hosts("aba"))
+    whole = [completion(server, PROMPTS[1], max_tokens=20, ignore_eos=True, logprobs=1, **b)["text"] for b in bodies]
+    with concurrent.futures.ThreadPoolExecutor(len(bodies)) as pool:
+        few = list(pool.map(lambda b: completion(server, PROMPTS[1], max_tokens=20, ignore_eos=True, **b)["text"], bodies))
+    assert few == whole and len(set(few)) > 3
+    vocab = json.loads((model_dir / "config.json").read_text())["vocab_size"]
+    for options in {}, {"top_k": 50, "temperature": 1}, {"logprobs": 1}:
+        assert server.post("/start_profile", {}).status_code == 200
+        completion(server, "Once upon a time there", max_tokens=8, **options)
+        tables = server.post("/stop_profile", {}).json()["breakdown"]
+        decode = next(t for t in tables if t["stage"] == "decode")
+        gathered = sum(o["bytes"] for o in decode["operators"] if o["operator"] == "all_gather")
+        assert 32 <= gathered and (gathered < vocab) == ("logprobs" not in options), (options, gathered)
+    os.kill(ranks_of(server.process.pid)[0], signal.SIGTERM)
+    assert server.stop(None) == 0, server.log
 
 
 def test_clients_are_told(serve):

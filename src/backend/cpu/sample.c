@@ -13,7 +13,6 @@
 
 #define SAMPLE_BUCKETS  4096u
 #define SAMPLE_DISTANCE 64.0f /* exp(-64): what lies beyond shares the last bucket */
-#define SAMPLE_GREEDY   1e-6f
 #define LOGPROB_MIN     (-9999.0f)
 
 /* ---------------------------------------------------------------- scratch */
@@ -355,7 +354,7 @@ static void sample_row(const nbi_sample_args *a, uint32_t r, sampler *s)
         return;
     }
     out->id =
-        row->temperature < SAMPLE_GREEDY ? argmax(logits, s->n, s->max) : choose_random(s, row);
+        row->temperature < NBI_SAMPLE_GREEDY ? argmax(logits, s->n, s->max) : choose_random(s, row);
     NB_ASSERT(out->id >= 0);
     out->logprob = row->n_logprobs >= 0
                        ? clamp_logprob((double)untouched(row, logits, out->id) - lse)
