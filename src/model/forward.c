@@ -263,14 +263,17 @@ static void mlp(step *s, void *out, const void *x, const nbi_mlp_weights *w)
 
 /* ---------------------------------------------------------------- attention */
 
-/* Writes the layer's indexer key and, for every row, the positions its attention may see. `q_in` is
- * the normed q latent. */
-static void index_positions(step *s, const nbi_indexer_weights *w, const nbi_kv_layer *cache,
-                            const void *q_in)
+/* Whether rows attend to lists of positions: else every position is selected, without a list. */
+static bool sparse_now(const step *s)
+{
+    return s->c->has_indexer && s->batch->max_len > s->c->index_topk;
+}
+
+/* Writes the layer's indexer key and, for every row, the positions its attention may see. */
+static void index_positions(step *s, const nbi_indexer_weights *w, const nbi_kv_layer *cache)
 {
     const nbi_config *c = s->c;
     nbi_workspace *ws = s->ws;
-    linear(s, ws->index_k, ws->xn, w->k, NULL);
     s->b->ops->index_append(s->b, &(nbi_index_append_args){.k = ws->index_k,
                                                            .norm_weight = w->k_norm,
                                                            .norm_bias = w->k_norm_bias,
@@ -279,10 +282,7 @@ static void index_positions(step *s, const nbi_indexer_weights *w, const nbi_kv_
                                                            .rope = &s->index_rope,
                                                            .cache = cache,
                                                            .batch = s->batch});
-    if (s->batch->max_len <= c->index_topk)
-        return; /* every position is selected: attention needs no list */
-    linear(s, ws->index_q, q_in, w->q, NULL);
-    linear_f(s, ws->index_w, ws->xn, w->weights, NULL, true);
+    if (!sparse_now(s)) return;
     s->b->ops->index_select(s->b, &(nbi_index_select_args){.select = ws->select,
                                                            .q = ws->index_q,
                                                            .w = ws->index_w,
@@ -294,15 +294,17 @@ static void index_positions(step *s, const nbi_indexer_weights *w, const nbi_kv_
                                                            .batch = s->batch});
 }
 
-static void mla(step *s, const nbi_layer *layer, const nbi_kv_layer *cache)
+/* The products of attention and of the indexer (NULL: none), those of the same x one after the
+ * other. */
+static void mla_products(step *s, const nbi_mla_weights *w, const nbi_indexer_weights *index)
 {
     const nbi_config *c = s->c;
-    const nbi_mla_weights *w = &layer->mla;
     nbi_workspace *ws = s->ws;
     const void *q_in = ws->xn;
     linear(s, ws->kv, ws->xn, w->kv_a, w->kv_a_bias);
+    if (w->q_a) linear(s, ws->q_a, ws->xn, w->q_a, w->q_a_bias);
+    if (index) linear(s, ws->index_k, ws->xn, index->k, NULL);
     if (w->q_a) {
-        linear(s, ws->q_a, ws->xn, w->q_a, w->q_a_bias);
         s->b->ops->rmsnorm(s->b, &(nbi_rmsnorm_args){.out = ws->gate,
                                                      .x = ws->q_a,
                                                      .weight = w->q_a_norm,
@@ -314,6 +316,18 @@ static void mla(step *s, const nbi_layer *layer, const nbi_kv_layer *cache)
         q_in = ws->gate;
     }
     linear(s, ws->q, q_in, w->q_b, NULL);
+    if (!index || !sparse_now(s)) return;
+    linear(s, ws->index_q, q_in, index->q, NULL);
+    linear_f(s, ws->index_w, ws->xn, index->weights, NULL, true);
+}
+
+static void mla(step *s, const nbi_layer *layer, const nbi_kv_layer *cache)
+{
+    const nbi_config *c = s->c;
+    const nbi_mla_weights *w = &layer->mla;
+    nbi_workspace *ws = s->ws;
+    const nbi_indexer_weights *index = layer->full_indexer && !s->reuse ? &layer->indexer : NULL;
+    mla_products(s, w, index);
     s->b->ops->mla_append(s->b, &(nbi_mla_append_args){.q = ws->q,
                                                        .kv = ws->kv,
                                                        .kv_norm = w->kv_a_norm,
@@ -326,15 +340,15 @@ static void mla(step *s, const nbi_layer *layer, const nbi_kv_layer *cache)
                                                        .rope = &s->rope,
                                                        .cache = cache,
                                                        .batch = s->batch});
-    bool sparse = c->has_indexer && s->batch->max_len > c->index_topk;
+    const bool sparse = sparse_now(s);
     if (s->reuse && sparse)
         s->b->ops->index_reuse(s->b,
                                &(nbi_index_reuse_args){.select = ws->draft_select,
                                                        .from = s->from_listed ? ws->select : NULL,
                                                        .topk = c->index_topk,
                                                        .batch = s->batch});
-    else if (layer->full_indexer && !s->reuse)
-        index_positions(s, &layer->indexer, cache, q_in);
+    else if (index)
+        index_positions(s, index, cache);
     const int32_t *select = !sparse ? NULL : s->reuse ? ws->draft_select : ws->select;
     s->b->ops->mla_attend(s->b, &(nbi_mla_attend_args){.out = ws->attn,
                                                        .q = ws->q,

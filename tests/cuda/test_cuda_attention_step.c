@@ -174,7 +174,46 @@ typedef struct mla_step {
     float *kv, *norm, *cs, *sn;
     bool interleaved;
     size_t latent_bytes;
+    uint32_t topk; /* of an indexer in between; 0: none */
+    float *index_q, *index_w;
+    uint16_t *index_keys;
 } mla_step;
+
+enum { INDEX_HEADS = 32, INDEX_DIM = 128 };
+
+/* What the indexer of a step has on the device. */
+typedef struct index_step {
+    gpu_buffer q, w, keys, select;
+} index_step;
+
+static size_t index_keys_bytes(const mla_step *s)
+{
+    return (size_t)s->d.batch.n_pages * NBI_PAGE_TOKENS * INDEX_DIM * sizeof *s->index_keys;
+}
+
+static index_step open_index(nbi_backend *b, const mla_step *s, uint32_t first, size_t T)
+{
+    const size_t nq = (size_t)INDEX_HEADS * INDEX_DIM;
+    return (index_step){gpu_floats(b, s->index_q + first * nq, T * nq),
+                        gpu_floats(b, s->index_w + (size_t)first * INDEX_HEADS, T * INDEX_HEADS),
+                        gpu_bytes(b, s->index_keys, index_keys_bytes(s)),
+                        gpu_poisoned(b, T * s->topk * sizeof(int32_t))};
+}
+
+static void choose(nbi_backend *b, const mla_step *s, const index_step *i,
+                   const nbi_rope_rows *rope, const nbi_batch *device)
+{
+    const nbi_kv_layer layer = {.dtype = NBI_BF16, .index_k = i->keys.p};
+    b->ops->index_select(b, &(nbi_index_select_args){.select = i->select.p,
+                                                     .q = i->q.p,
+                                                     .w = i->w.p,
+                                                     .n_heads = INDEX_HEADS,
+                                                     .index_dim = INDEX_DIM,
+                                                     .topk = s->topk,
+                                                     .rope = rope,
+                                                     .cache = &layer,
+                                                     .batch = device});
+}
 
 /* Rows of `batch`, which begin at row `first` of the step; apart as above. */
 static void run_mla_step(const mla_step *s, const nbi_batch *batch, uint32_t first, bool apart,
@@ -198,6 +237,8 @@ static void run_mla_step(const mla_step *s, const nbi_batch *batch, uint32_t fir
     const nbi_kv_layer layer = {.dtype = c->cache, .latent = cache.p};
     const nbi_rope_rows rope = {
         .cos = cs.p, .sin = sn.p, .dim = c->rope, .interleaved = s->interleaved};
+    index_step index = {0};
+    if (s->topk) index = open_index(b, s, first, T);
     const nbi_batch *device = gpu_step(b, batch);
     b->ops->mla_append(b, &(nbi_mla_append_args){.q = q.p,
                                                  .kv = kv.p,
@@ -212,6 +253,8 @@ static void run_mla_step(const mla_step *s, const nbi_batch *batch, uint32_t fir
                                                  .cache = &layer,
                                                  .batch = device});
     if (apart) gpu_sync(b);
+    if (s->topk) choose(b, s, &index, &rope, device);
+    if (apart) gpu_sync(b);
     b->ops->mla_attend(b, &(nbi_mla_attend_args){.out = o.p,
                                                  .q = q.p,
                                                  .kv_b = kv_b,
@@ -222,6 +265,8 @@ static void run_mla_step(const mla_step *s, const nbi_batch *batch, uint32_t fir
                                                  .v_dim = c->v,
                                                  .scale = s->d.scale,
                                                  .cache = &layer,
+                                                 .select = s->topk ? index.select.p : NULL,
+                                                 .select_stride = s->topk,
                                                  .batch = device});
     gpu_step_end(b);
     void *got[] = {gpu_read(&o), gpu_read(&cache)};
@@ -231,16 +276,30 @@ static void run_mla_step(const mla_step *s, const nbi_batch *batch, uint32_t fir
     free(got[1]);
     gpu_buffer *buffers[] = {&q, &o, &kv, &norm, &cs, &sn, &cache};
     for (size_t i = 0; i < sizeof buffers / sizeof *buffers; i++) gpu_free(buffers[i]);
+    gpu_buffer *of_index[] = {&index.q, &index.w, &index.keys, &index.select};
+    for (size_t i = 0; s->topk && i < sizeof of_index / sizeof *of_index; i++)
+        gpu_free(of_index[i]);
     b->ops->weight_release(b, &kv_b);
     gpu_close(b);
 }
 
+static void make_index(mla_step *s)
+{
+    const size_t T = s->d.batch.b.n_rows, n = index_keys_bytes(s) / sizeof *s->index_keys;
+    const size_t nq = T * INDEX_HEADS * INDEX_DIM, nw = T * INDEX_HEADS;
+    op_fill(s->index_q = op_floats(nq), nq, 1);
+    op_fill(s->index_w = op_floats(nw), nw, 1);
+    s->index_keys = malloc(n * sizeof *s->index_keys);
+    for (size_t i = 0; i < n; i++) s->index_keys[i] = nbi_f32_bf16(op_normal());
+}
+
 /* Together, apart, and sequence by sequence: the same bits, of the cache too. */
 static void check_mla_step(const at_mla_case *c, bool interleaved, const uint32_t *lengths,
-                           const uint32_t *rows, uint32_t n_seqs)
+                           const uint32_t *rows, uint32_t n_seqs, uint32_t topk)
 {
-    mla_step s = {.interleaved = interleaved};
+    mla_step s = {.interleaved = interleaved, .topk = topk};
     at_make_mla(&s.d, c, lengths, rows, n_seqs);
+    make_index(&s);
     const op_batch *b = &s.d.batch;
     const size_t T = b->b.n_rows, width = c->lora + c->rope, no = (size_t)c->heads * c->v;
     at_angles(&s.cs, &s.sn, b, c->rope);
@@ -275,7 +334,8 @@ static void check_mla_step(const at_mla_case *c, bool interleaved, const uint32_
     assert_memory_equal(one, other, T * no * sizeof *one);
     free(latent[0]);
     free(latent[1]);
-    float *floats[] = {one, other, s.kv, s.norm, s.cs, s.sn};
+    free(s.index_keys);
+    float *floats[] = {one, other, s.kv, s.norm, s.cs, s.sn, s.index_q, s.index_w};
     for (size_t i = 0; i < sizeof floats / sizeof *floats; i++) op_free(floats[i]);
     at_free_mla(&s.d);
 }
@@ -286,17 +346,21 @@ static void test_mla_step(void **state)
     static const uint32_t lengths[] = {1, 33, 128, 129, 300}, ones[] = {1, 1, 1, 1, 1};
     static const uint32_t some[] = {1, 9, 2, 1, 1};
     check_mla_step(&(at_mla_case){20, 16, 64, 512, 80, NBI_BF16, NBI_WEIGHT_BF16, 0}, true, lengths,
-                   ones, 5);
+                   ones, 5, 0);
     check_mla_step(&(at_mla_case){3, 16, 64, 512, 16, NBI_BF16, NBI_WEIGHT_NVFP4, 0}, false,
-                   lengths, some, 5);
+                   lengths, some, 5, 0);
     check_mla_step(&(at_mla_case){3, 16, 8, 64, 24, NBI_BF16, NBI_WEIGHT_BF16, 0}, false, lengths,
-                   some, 5);
+                   some, 5, 0);
     check_mla_step(&(at_mla_case){20, 16, 64, 512, 80, NBI_F8_E4M3, NBI_WEIGHT_BF16, 0}, true,
-                   lengths, ones, 5);
+                   lengths, ones, 5, 0);
     check_mla_step(&(at_mla_case){3, 16, 8, 140, 24, NBI_F8_E4M3, NBI_WEIGHT_BF16, 0}, false,
-                   lengths, some, 5);
+                   lengths, some, 5, 0);
     check_mla_step(&(at_mla_case){3, 20, 8, 44, 24, NBI_F32, NBI_WEIGHT_F16, 0}, false, lengths,
-                   some, 5);
+                   some, 5, 0);
+    check_mla_step(&(at_mla_case){8, 32, 64, 512, 32, NBI_BF16, NBI_WEIGHT_BF16, 0}, true, lengths,
+                   ones, 5, 100);
+    check_mla_step(&(at_mla_case){3, 16, 8, 64, 24, NBI_BF16, NBI_WEIGHT_BF16, 0}, false, lengths,
+                   some, 5, 20);
 }
 
 /* ---------------------------------------------------------------- speed */

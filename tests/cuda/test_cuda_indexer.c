@@ -196,6 +196,7 @@ static void test_bits(void **state)
     (void)state;
     bits(&(index_case){5, 24, 8, 50, NBI_BF16, true});
     bits(&(index_case){16, 128, 64, 40, NBI_BF16, true});
+    bits(&(index_case){32, 128, 64, 40, NBI_BF16, false}); /* a single row: index_row.cu */
 }
 
 /* Codes are read as the BF16 values that they are: the same lists. */
@@ -288,6 +289,159 @@ static void test_append(void **state)
     (void)state;
     static const nbi_dtype types[] = {NBI_F32, NBI_BF16, NBI_F8_E4M3};
     for (int i = 0; i < 6; i++) check_append(types[i / 2], i & 1);
+}
+
+/* ---------------------------------------------------------------- what waits for the choice */
+
+enum { AT_ONCE_DIM = 128, AT_ONCE_ROPE = 64, AT_ONCE_WIDTH = 784 };
+
+typedef struct at_once {
+    index_data d;
+    float *x, *k, *norm, *bias;
+    nbi_weight *first, *weigh; /* of a product that waits; of the heads' weights */
+    gpu_buffer keys;
+} at_once;
+
+typedef struct at_once_result {
+    int32_t *select;
+    float *w;
+    void *keys;
+} at_once_result;
+
+/* A decoded row of each sequence; key and weights as a layer makes them. apart: one by one. */
+static at_once_result run_at_once(nbi_backend *g, const at_once *a, bool apart)
+{
+    const index_data *d = &a->d;
+    const index_case *c = &d->c;
+    const uint32_t T = d->batch.b.n_rows, half = AT_ONCE_ROPE / 2;
+    const size_t nq = (size_t)c->heads * c->dim;
+    gpu_buffer x = gpu_floats(g, a->x, (size_t)T * AT_ONCE_WIDTH);
+    gpu_buffer y = gpu_poisoned(g, (size_t)T * 16 * sizeof(float));
+    gpu_buffer k = gpu_floats(g, a->k, (size_t)T * c->dim), q = gpu_floats(g, d->q, T * nq);
+    gpu_buffer norm = gpu_floats(g, a->norm, c->dim), bias = gpu_floats(g, a->bias, c->dim);
+    gpu_buffer cs = gpu_floats(g, d->cs, T * half), sn = gpu_floats(g, d->sn, T * half);
+    gpu_buffer w = gpu_poisoned(g, (size_t)T * c->heads * sizeof(float));
+    gpu_buffer sel = gpu_poisoned(g, (size_t)T * c->topk * sizeof(int32_t));
+    gpu_buffer keys = gpu_bytes(g, d->keys.data, d->keys.bytes);
+    const nbi_kv_layer kv = {.dtype = c->cache, .index_k = keys.p};
+    const nbi_rope_rows rope = {
+        .cos = cs.p, .sin = sn.p, .dim = AT_ONCE_ROPE, .interleaved = c->interleaved};
+    const nbi_batch *batch = gpu_step(g, &d->batch.b);
+    nbi_linear_args l = {
+        .y = y.p, .x = x.p, .w = a->first, .n_rows = T, .x_stride = AT_ONCE_WIDTH, .y_stride = 16};
+    g->ops->linear(g, &l);
+    l.y = w.p;
+    l.w = a->weigh;
+    l.y_stride = c->heads;
+    l.y_f32 = l.x_exact = true;
+    g->ops->linear(g, &l);
+    if (apart) gpu_sync(g);
+    g->ops->index_append(g, &(nbi_index_append_args){.k = k.p,
+                                                     .norm_weight = norm.p,
+                                                     .norm_bias = bias.p,
+                                                     .eps = 1e-6f,
+                                                     .index_dim = c->dim,
+                                                     .rope = &rope,
+                                                     .cache = &kv,
+                                                     .batch = batch});
+    if (apart) gpu_sync(g);
+    g->ops->index_select(g, &(nbi_index_select_args){.select = sel.p,
+                                                     .q = q.p,
+                                                     .w = w.p,
+                                                     .n_heads = c->heads,
+                                                     .index_dim = c->dim,
+                                                     .topk = c->topk,
+                                                     .rope = &rope,
+                                                     .cache = &kv,
+                                                     .batch = batch});
+    gpu_step_end(g);
+    const at_once_result r = {gpu_read(&sel), gpu_read(&w), gpu_read(&keys)};
+    gpu_buffer *all[] = {&x, &y, &k, &q, &norm, &bias, &cs, &sn, &w, &sel, &keys};
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++) gpu_free(all[i]);
+    return r;
+}
+
+static void check_at_once(const index_case *c, const uint32_t *lengths, uint32_t n_seqs)
+{
+    static const uint32_t rows[] = {1, 1, 1, 1, 1, 1, 1, 1};
+    at_once a;
+    mat first, weigh;
+    nb_error err;
+    ix_make(&a.d, c, lengths, rows, n_seqs);
+    a.x = op_floats((size_t)n_seqs * AT_ONCE_WIDTH);
+    a.k = op_floats((size_t)n_seqs * c->dim);
+    a.norm = op_floats(c->dim);
+    a.bias = op_floats(c->dim);
+    op_fill(a.x, (size_t)n_seqs * AT_ONCE_WIDTH, 1);
+    op_fill(a.k, (size_t)n_seqs * c->dim, 1);
+    op_fill(a.norm, c->dim, 1);
+    op_fill(a.bias, c->dim, 1);
+    mat_make(&first, NBI_WEIGHT_BF16, 16, AT_ONCE_WIDTH, false);
+    mat_make(&weigh, NBI_WEIGHT_BF16, c->heads, AT_ONCE_WIDTH, false);
+    nbi_limits limits = ix_limits(&a.d);
+    limits.max_linear_cols = AT_ONCE_WIDTH;
+    nbi_backend *g = gpu_open(&limits);
+    if (g->ops->weight_prepare(g, &a.first, &first.m, &err) != NB_OK ||
+        g->ops->weight_prepare(g, &a.weigh, &weigh.m, &err) != NB_OK)
+        fail_msg("%s", err.text);
+    at_once_result want = run_at_once(g, &a, true), got = run_at_once(g, &a, false);
+    assert_memory_equal(got.select, want.select, (size_t)n_seqs * c->topk * sizeof(int32_t));
+    assert_memory_equal(got.keys, want.keys, a.d.keys.bytes);
+    for (uint32_t t = 0; t < n_seqs; t++) {
+        assert_true(want.w[(size_t)t * c->heads] == want.w[(size_t)t * c->heads]);
+        if (lengths[t] > c->topk) /* else nobody needs them */
+            assert_memory_equal(got.w + (size_t)t * c->heads, want.w + (size_t)t * c->heads,
+                                c->heads * sizeof(float));
+    }
+    memcpy(a.d.keys.data, want.keys, a.d.keys.bytes);
+    memcpy(a.d.w, want.w, (size_t)n_seqs * c->heads * sizeof(float));
+    for (uint32_t t = 0; t < n_seqs; t++) ix_check(&a.d, t, got.select + (size_t)t * c->topk);
+    at_once_result *both[] = {&want, &got};
+    for (int i = 0; i < 2; i++) {
+        free(both[i]->select);
+        free(both[i]->w);
+        free(both[i]->keys);
+    }
+    g->ops->weight_release(g, &a.first);
+    g->ops->weight_release(g, &a.weigh);
+    gpu_close(g);
+    mat_free(&first);
+    mat_free(&weigh);
+    float *hosts[] = {a.x, a.k, a.norm, a.bias};
+    for (size_t i = 0; i < sizeof hosts / sizeof *hosts; i++) op_free(hosts[i]);
+    ix_free(&a.d);
+}
+
+static void test_at_once(void **state)
+{
+    (void)state;
+    static const uint32_t lengths[] = {1, 64, 65, 128, 129, 500}, one[] = {700};
+    check_at_once(&(index_case){32, AT_ONCE_DIM, AT_ONCE_ROPE, 64, NBI_BF16, true}, lengths, 6);
+    check_at_once(&(index_case){64, AT_ONCE_DIM, AT_ONCE_ROPE, 200, NBI_BF16, false}, one, 1);
+    check_at_once(&(index_case){32, AT_ONCE_DIM, AT_ONCE_ROPE, 50, NBI_F8_E4M3, false}, one, 1);
+}
+
+/* Equal scores in all, and in runs: the choice by bins and by digits. */
+static void test_row_ties(void **state)
+{
+    (void)state;
+    enum { N = 3000, K = 700 };
+    const uint32_t n = N, rows[] = {1};
+    for (int kinds = 1; kinds <= 9; kinds += 8) {
+        index_data d;
+        ix_make(&d, &(index_case){32, AT_ONCE_DIM, AT_ONCE_ROPE, K, NBI_BF16, true}, &n, rows, 1);
+        uint16_t *k = d.kv.index_k;
+        for (uint32_t p = 0; p < N; p++)
+            memcpy(k + op_slot(&d.batch, 0, p) * AT_ONCE_DIM,
+                   k + op_slot(&d.batch, 0, p % (uint32_t)kinds) * AT_ONCE_DIM,
+                   AT_ONCE_DIM * sizeof *k);
+        int32_t got[K];
+        run(&d, got);
+        ix_check(&d, 0, got);
+        for (int i = 0; kinds == 1 && i < K; i++) assert_int_equal(got[i], i);
+        for (int i = 1; i < K; i++) assert_true(got[i] > got[i - 1]);
+        ix_free(&d);
+    }
 }
 
 /* Lists of an earlier pass, against the plain loop of the CPU. */
@@ -397,7 +551,8 @@ int main(int argc, char **argv)
         cmocka_unit_test(test_shapes),         cmocka_unit_test(test_ties),
         cmocka_unit_test(test_long_context),   cmocka_unit_test(test_bits),
         cmocka_unit_test(test_codes_are_bf16), cmocka_unit_test(test_append),
-        cmocka_unit_test(test_reuse),
+        cmocka_unit_test(test_reuse),          cmocka_unit_test(test_at_once),
+        cmocka_unit_test(test_row_ties),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

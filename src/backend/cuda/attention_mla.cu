@@ -6,85 +6,23 @@
 #include <string.h>
 
 #include "backend/cuda/attend.h"
+#include "backend/cuda/indexer.h"
 #include "base/numfmt.h"
 
-#define THREADS   256u
-#define WARPS     (THREADS / NBI_WARP)
+#define THREADS   NBI_MLA_THREADS
+#define WARPS     NBI_MLA_WARPS
 #define GROUP_MAX 512u /* rows that go through absorb, attend, expand together */
 
 /* ---------------------------------------------------------------- append */
 
-struct mla_append {
-    float *q;
-    const float *kv, *norm;
-    float eps;
-    uint32_t n_heads, nope, rope_dim, lora, kv_stride;
-    nbi_rope_arg rope;
-    void *latent;
-    bool bf16, codes;
-    nbi_kv_shape shape;
-    const int32_t *pos, *row_seq, *page_table;
-    uint32_t page_stride;
-};
-
-/* The sum of squares of n values, as 256 threads add it: 32 values apart by their warps, then the
- * warps in order. The block may have fewer. */
-NBI_DEV float square_sum(const float *x, uint32_t n)
-{
-    __shared__ float sums[WARPS];
-    for (uint32_t i = threadIdx.x; i < THREADS; i += blockDim.x) {
-        float sum = 0;
-        for (uint32_t j = i; j < n; j += THREADS) sum = fmaf(x[j], x[j], sum);
-        sum = nbi_warp_sum(sum);
-        if (nbi_lane() == 0) sums[i / NBI_WARP] = sum;
-    }
-    __syncthreads();
-    float sum = 0;
-    for (uint32_t w = 0; w < WARPS; w++) sum += sums[w];
-    __syncthreads(); /* for the next call */
-    return sum;
-}
-
-NBI_DEV void append_latent(const mla_append &a, size_t t)
-{
-    const float *kv = a.kv + t * a.kv_stride;
-    const float r = 1.0f / sqrtf(square_sum(kv, a.lora) / (float)a.lora + a.eps);
-    const uint32_t p = (uint32_t)a.pos[t];
-    const size_t page = nbi_kv_page(a.page_table, a.page_stride, a.row_seq[t], p);
-    size_t at = (page * NBI_PAGE_TOKENS + p % NBI_PAGE_TOKENS) * (a.lora + a.rope_dim);
-    void *key = a.latent;
-    if (a.codes) {
-        const float *norm = a.norm;
-        uint8_t *to = static_cast<uint8_t *>(a.latent) +
-                      (page * NBI_PAGE_TOKENS + p % NBI_PAGE_TOKENS) * (size_t)a.shape.slot;
-        nbi_codes_store(to, reinterpret_cast<float *>(to + a.shape.scales), a.lora,
-                        threadIdx.x / NBI_WARP, blockDim.x / NBI_WARP,
-                        [=](uint32_t i) { return kv[i] * r * norm[i]; });
-        key = to + a.shape.tail;
-        at = 0;
-    } else {
-        for (uint32_t i = threadIdx.x; i < a.lora; i += blockDim.x)
-            nbi_kv_store(a.latent, at + i, a.bf16, kv[i] * r * a.norm[i]);
-        at += a.lora;
-    }
-    for (uint32_t i = threadIdx.x; i < a.rope_dim / 2; i += blockDim.x) {
-        uint32_t iu, iv;
-        nbi_rope_pair(a.rope, i, &iu, &iv);
-        float u = kv[a.lora + iu], v = kv[a.lora + iv];
-        nbi_rope_turn(a.rope, t, i, &u, &v);
-        nbi_kv_store(key, at + iu, a.bf16, u);
-        nbi_kv_store(key, at + iv, a.bf16, v);
-    }
-}
-
 /* Block (0, t) appends the latent, the others turn pairs of the queries. */
-static __global__ void mla_append_kernel(mla_append a)
+static __global__ void mla_append_kernel(nbi_mla_rows a)
 {
     nbi_wait_before();
     nbi_let_next();
     const size_t t = blockIdx.y;
     if (blockIdx.x == 0) {
-        append_latent(a, t);
+        nbi_mla_append_latent(a, t);
         return;
     }
     const uint32_t half = a.rope_dim / 2, pair = (blockIdx.x - 1) * THREADS + threadIdx.x;
@@ -99,7 +37,7 @@ static __global__ void mla_append_kernel(mla_append a)
     q[iv] = v;
 }
 
-static mla_append append_of(const nbi_cuda_waiting *w)
+static nbi_mla_rows append_of(const nbi_cuda_waiting *w)
 {
     const nbi_mla_append_args *args = &w->mla;
     const nbi_batch *batch = args->batch;
@@ -125,7 +63,7 @@ static mla_append append_of(const nbi_cuda_waiting *w)
 
 void nbi_cuda_mla_append_now(nbi_cuda *c)
 {
-    const mla_append a = append_of(&c->waiting);
+    const nbi_mla_rows a = append_of(&c->waiting);
     const uint32_t pairs = a.n_heads * (a.rope_dim / 2), T = c->waiting.mla.batch->n_rows;
     nbi_launch(&c->rt, dim3(1 + nbi_ceil_div(pairs, THREADS), T), dim3(THREADS), 0,
                mla_append_kernel, a);
@@ -136,6 +74,8 @@ void nbi_cuda_mla_append(nbi_backend *b, const nbi_mla_append_args *args)
 {
     nbi_cuda *c = nbi_cuda_of(b);
     NB_ASSERT(args->rope->dim == args->rope_dim && args->rope_dim % 2 == 0);
+    nbi_cuda_products_now(c);
+    nbi_cuda_append_now(c);
     if (!args->batch->n_rows) return;
     c->waiting.what = NBI_CUDA_WAITS_MLA;
     c->waiting.mla = *args;
@@ -227,16 +167,6 @@ void nbi_cuda_kv_b_release(nbi_backend *b, nbi_weight **w)
 #define COLUMNS   256u /* of W_UK per block: 8 per lane */
 #define OUTPUTS   32u  /* of W_UV per block: 4 per warp */
 
-/* Rows [first, first + n_rows) of the batch; x is queries or latent sums, y the other. */
-struct mla_product {
-    const float *x;
-    float *y;
-    const void *w; /* kv_b */
-    float scale;
-    uint32_t n_rows, n_heads, nope, rope_dim, v, lora;
-    bool halves; /* 16 bits of x and y will do */
-};
-
 /* Eight values of a row of kv_b from column i on; 0 behind the end. */
 template <bool BF16>
 NBI_DEV void load_eight(const void *w, size_t row, uint32_t lora, uint32_t i, float out[8])
@@ -256,7 +186,7 @@ NBI_DEV void load_eight(const void *w, size_t row, uint32_t lora, uint32_t i, fl
 
 /* ql = qn . W_UK for one head, COLUMNS columns and TILE_ROWS rows: every warp sums an eighth of
  * the nope rows, the sums are added in order. */
-template <bool BF16> static __global__ void absorb_kernel(mla_product a)
+template <bool BF16> static __global__ void absorb_kernel(nbi_mla_product a)
 {
     __shared__ float sums[WARPS][TILE_ROWS][COLUMNS];
     nbi_wait_before();
@@ -298,7 +228,7 @@ template <bool BF16> static __global__ void absorb_kernel(mla_product a)
 }
 
 /* out = W_UV . ol for one head, OUTPUTS values and TILE_ROWS rows: a warp per value. */
-template <bool BF16> static __global__ void expand_kernel(mla_product a)
+template <bool BF16> static __global__ void expand_kernel(nbi_mla_product a)
 {
     nbi_wait_before();
     nbi_let_next();
@@ -333,128 +263,22 @@ template <bool BF16> static __global__ void expand_kernel(mla_product a)
 
 /* ---------------------------------------------------------------- products by matrix units */
 
-/* The same products for BF16 kv_b with sides in sixteens: 8 or 32 rows of the batch share what is
- * read of kv_b, with the same bits. Rows go in as two BF16 halves. Shared memory: a row of halves
- * is 32 values longer, so that reads of 16 bytes by four lanes of two rows hit all banks. */
-#define MMA_PAD 32u
+#define ABSORB_COLUMNS 64u /* of W_UK per block */
 
-/* Rows [r0, r0 + 8 NT) of x (row stride x_row), the first k values, in halves. */
-template <int NT>
-NBI_DEV void load_halves(const float *x, size_t x_row, uint32_t n, uint32_t k, uint16_t *hi,
-                         uint16_t *lo)
-{
-    const uint32_t pairs = k / 2, stride = k + MMA_PAD;
-    for (uint32_t i = threadIdx.x; i < 8 * NT * pairs; i += blockDim.x) {
-        const uint32_t r = i / pairs, c = i % pairs * 2;
-        const float u = r < n ? x[r * x_row + c] : 0, v = r < n ? x[r * x_row + c + 1] : 0;
-        nbi_halves(u, v, reinterpret_cast<uint32_t *>(hi + r * stride + c),
-                   reinterpret_cast<uint32_t *>(lo + r * stride + c));
-    }
-}
-
-/* A product's k-steps go to so many sums in turn: matrix units take 30 clocks until a sum can be
- * added to. */
-#define SUMS 4
-
-/* d: values m0 + g, m0 + g + 8 of rows 8 j + 2t, + 1; out has `most` values per row. */
-template <int NT>
-NBI_DEV void store_products(const float d[SUMS][NT][4], float *y, size_t y_row, uint32_t n,
-                            uint32_t m0, uint32_t most, float scale)
-{
-    const uint32_t g = nbi_lane() / 4, t = nbi_lane() % 4;
-#pragma unroll
-    for (uint32_t j = 0; j < NT; j++)
-#pragma unroll
-        for (uint32_t i = 0; i < 4; i++) {
-            const uint32_t r = 8 * j + 2 * t + i % 2, m = m0 + g + i / 2 * 8;
-            const float sum = (d[0][j][i] + d[1][j][i]) + (d[2][j][i] + d[3][j][i]);
-            if (r < n && m < most) y[r * y_row + m] = sum * scale;
-        }
-}
-
-#define ABSORB_COLUMNS 64u /* of W_UK per block: 16 per warp */
-#define ABSORB_ROW     (ABSORB_COLUMNS + 8)
-
-template <int NT> static size_t absorb_shared(uint32_t nope)
-{
-    return (nope * ABSORB_ROW + 2 * 8 * NT * (nope + MMA_PAD)) * sizeof(uint16_t);
-}
-
-/* The rotated part of the queries behind what was absorbed; turned here with APPEND. */
-template <bool APPEND>
-NBI_DEV void copy_rope(const mla_product &a, const mla_append &n, const float *x, size_t x_row,
-                       float *y, size_t y_row, uint32_t r0, uint32_t n_rows)
-{
-    const uint32_t half = a.rope_dim / 2;
-    for (uint32_t i = threadIdx.x; i < n_rows * half; i += blockDim.x) {
-        const uint32_t r = i / half, j = i % half;
-        uint32_t iu = 2 * j, iv = 2 * j + 1;
-        if (APPEND) nbi_rope_pair(n.rope, j, &iu, &iv);
-        float u = x[r * x_row + a.nope + iu], v = x[r * x_row + a.nope + iv];
-        if (APPEND) nbi_rope_turn(n.rope, r0 + r, j, &u, &v);
-        y[r * y_row + a.lora + iu] = u;
-        y[r * y_row + a.lora + iv] = v;
-    }
-}
-
-/* ql = qn . W_UK for one head, ABSORB_COLUMNS columns and 8 NT rows. APPEND: queries are not turned
- * yet, and a last row of blocks appends the latents. */
+/* APPEND: a last row of blocks appends the latents. */
 template <int NT, bool APPEND>
-static __global__ void absorb_mma_kernel(mla_product a, mla_append append)
+static __global__ void absorb_mma_kernel(nbi_mla_product a, nbi_mla_rows append)
 {
     if (APPEND && blockIdx.y + 1 == gridDim.y) {
         nbi_wait_before();
         nbi_let_next();
         for (uint32_t i = blockIdx.x; i < 8 * NT; i += gridDim.x)
-            if (blockIdx.z * 8 * NT + i < a.n_rows) append_latent(append, blockIdx.z * 8 * NT + i);
+            if (blockIdx.z * 8 * NT + i < a.n_rows)
+                nbi_mla_append_latent(append, blockIdx.z * 8 * NT + i);
         return;
     }
-    const uint32_t h = blockIdx.x, col0 = blockIdx.y * ABSORB_COLUMNS, r0 = blockIdx.z * 8 * NT;
-    const uint32_t lane = nbi_lane(), own = threadIdx.x / NBI_WARP * 16;
-    uint16_t *w = nbi_shared<uint16_t>(); /* [nope][ABSORB_ROW] */
-    uint16_t *hi = w + a.nope * ABSORB_ROW, *lo = hi + 8 * NT * (a.nope + MMA_PAD);
-    const uint16_t *from = static_cast<const uint16_t *>(a.w) + (size_t)h * (a.nope + a.v) * a.lora;
-    for (uint32_t i = threadIdx.x; i < a.nope * (ABSORB_COLUMNS / 8); i += blockDim.x) {
-        const uint32_t row = i / (ABSORB_COLUMNS / 8), c = i % (ABSORB_COLUMNS / 8) * 8;
-        const bool take = col0 + c < a.lora;
-        nbi_copy_async(w + row * ABSORB_ROW + c,
-                       take ? from + (size_t)row * a.lora + col0 + c : from, take);
-    }
-    nbi_copy_commit();
-    nbi_wait_before();
-    nbi_let_next();
-    const uint32_t n = a.n_rows - r0 < 8 * NT ? a.n_rows - r0 : 8 * NT;
-    const uint32_t head = a.nope + a.rope_dim, width = a.lora + a.rope_dim;
-    const float *x = a.x + ((size_t)r0 * a.n_heads + h) * head;
-    float *y = a.y + ((size_t)r0 * a.n_heads + h) * width;
-    const size_t x_row = (size_t)a.n_heads * head, y_row = (size_t)a.n_heads * width;
-    load_halves<NT>(x, x_row, n, a.nope, hi, lo);
-    nbi_copy_wait<0>();
-    __syncthreads();
-    float d[SUMS][NT][4] = {};
-    const uint32_t stride = a.nope + MMA_PAD;
-    const uint16_t *w_at =
-        w + ((lane & 7) + (lane >> 4) * 8) * ABSORB_ROW + own + (lane >> 3 & 1) * 8;
-    for (uint32_t k0 = 0; k0 < a.nope; k0 += 16 * SUMS)
-#pragma unroll
-        for (uint32_t i = 0; i < SUMS; i++) {
-            const uint32_t k = k0 + 16 * i;
-            if (k >= a.nope) break;
-            uint32_t f[4];
-            nbi_ldmatrix_trans(f, w_at + k * ABSORB_ROW);
-#pragma unroll
-            for (uint32_t j = 0; j < NT; j++) {
-                const uint32_t at = (8 * j + lane / 4) * stride + k + lane % 4 * 2;
-                const uint32_t b_hi[2] = {*reinterpret_cast<uint32_t *>(hi + at),
-                                          *reinterpret_cast<uint32_t *>(hi + at + 8)};
-                const uint32_t b_lo[2] = {*reinterpret_cast<uint32_t *>(lo + at),
-                                          *reinterpret_cast<uint32_t *>(lo + at + 8)};
-                nbi_mma_bf16(d[i][j], f, b_hi);
-                nbi_mma_bf16(d[i][j], f, b_lo);
-            }
-        }
-    store_products<NT>(d, y, y_row, n, col0 + own, a.lora, a.scale);
-    if (col0 == 0) copy_rope<APPEND>(a, append, x, x_row, y, y_row, r0, n);
+    nbi_mla_absorb<NT, APPEND, ABSORB_COLUMNS>(a, append, blockIdx.x, blockIdx.y * ABSORB_COLUMNS,
+                                               blockIdx.z * 8 * NT);
 }
 
 #define EXPAND_OUTPUTS 64u /* of W_UV per block: 16 per warp */
@@ -483,7 +307,7 @@ NBI_DEV expand_weights load_expand(const uint16_t *w, uint32_t lora, uint32_t m,
 }
 
 /* out = W_UV . ol for one head, EXPAND_OUTPUTS values and 8 NT rows. */
-template <int NT> static __global__ void expand_mma_kernel(mla_product a)
+template <int NT> static __global__ void expand_mma_kernel(nbi_mla_product a)
 {
     const uint32_t h = blockIdx.x, r0 = blockIdx.z * 8 * NT, lane = nbi_lane();
     const uint32_t m0 = blockIdx.y * EXPAND_OUTPUTS + threadIdx.x / NBI_WARP * 16;
@@ -493,12 +317,12 @@ template <int NT> static __global__ void expand_mma_kernel(mla_product a)
     nbi_wait_before();
     nbi_let_next();
     const uint32_t n = a.n_rows - r0 < 8 * NT ? a.n_rows - r0 : 8 * NT;
-    const uint32_t stride = a.lora + MMA_PAD, width = a.lora + a.rope_dim;
+    const uint32_t stride = a.lora + NBI_MLA_PAD, width = a.lora + a.rope_dim;
     uint16_t *hi = nbi_shared<uint16_t>(), *lo = hi + 8 * NT * stride;
-    load_halves<NT>(a.x + ((size_t)r0 * a.n_heads + h) * width, (size_t)a.n_heads * width, n,
-                    a.lora, hi, lo);
+    nbi_mla_halves<NT>(a.x + ((size_t)r0 * a.n_heads + h) * width, (size_t)a.n_heads * width, n,
+                       a.lora, hi, lo);
     __syncthreads();
-    float d[SUMS][NT][4] = {};
+    float d[NBI_MLA_SUMS][NT][4] = {};
     for (uint32_t col = 0; col < a.lora; col += 32 * EXPAND_PAIRS) {
         const expand_weights x = now;
         now = load_expand(w, a.lora, m0 + lane / 4, a.v, col + 32 * EXPAND_PAIRS);
@@ -514,14 +338,14 @@ template <int NT> static __global__ void expand_mma_kernel(mla_product a)
                 for (uint32_t i = 0; i < 4; i += 2) {
                     const uint32_t f[4] = {x.row[0][p].v[i], x.row[1][p].v[i], x.row[0][p].v[i + 1],
                                            x.row[1][p].v[i + 1]};
-                    nbi_mma_bf16(d[p % SUMS][j], f, u.v + i);
-                    nbi_mma_bf16(d[p % SUMS][j], f, v.v + i);
+                    nbi_mma_bf16(d[p % NBI_MLA_SUMS][j], f, u.v + i);
+                    nbi_mma_bf16(d[p % NBI_MLA_SUMS][j], f, v.v + i);
                 }
             }
         }
     }
-    store_products<NT>(d, a.y + ((size_t)r0 * a.n_heads + h) * a.v, (size_t)a.n_heads * a.v, n, m0,
-                       a.v, a.scale);
+    nbi_mla_store<NT>(d, a.y + ((size_t)r0 * a.n_heads + h) * a.v, (size_t)a.n_heads * a.v, n, m0,
+                      a.v, a.scale);
 }
 
 #define MERGE 16u /* splits whose values are asked for at once */
@@ -566,16 +390,16 @@ NBI_DEV nbi_f32x2 merge_pair(const nbi_cuda_attend &s, uint32_t splits, uint32_t
 
 static size_t expand_shared(uint32_t lora)
 {
-    return (EXPAND_OUTPUTS + 2 * 8) * (lora + MMA_PAD) * sizeof(uint16_t);
+    return (EXPAND_OUTPUTS + 2 * 8) * (lora + NBI_MLA_PAD) * sizeof(uint16_t);
 }
 
 /* The same with the block's part of W_UV in shared memory, all of it asked for while the kernel
  * before still runs: for up to 8 rows. SPLITS: x is still in the splits of s. */
 template <bool SPLITS>
-static __global__ void expand_few_kernel(mla_product a, nbi_cuda_attend s, uint32_t splits)
+static __global__ void expand_few_kernel(nbi_mla_product a, nbi_cuda_attend s, uint32_t splits)
 {
     const uint32_t h = blockIdx.x, block0 = blockIdx.y * EXPAND_OUTPUTS, lane = nbi_lane();
-    const uint32_t stride = a.lora + MMA_PAD, width = a.lora + a.rope_dim, n = a.n_rows;
+    const uint32_t stride = a.lora + NBI_MLA_PAD, width = a.lora + a.rope_dim, n = a.n_rows;
     const uint16_t *from =
         static_cast<const uint16_t *>(a.w) + ((size_t)h * (a.nope + a.v) + a.nope) * a.lora;
     uint16_t *w = nbi_shared<uint16_t>(), *hi = w + EXPAND_OUTPUTS * stride, *lo = hi + 8 * stride;
@@ -601,16 +425,16 @@ static __global__ void expand_few_kernel(mla_product a, nbi_cuda_attend s, uint3
                        reinterpret_cast<uint32_t *>(lo + r * stride + c));
         }
     } else {
-        load_halves<1>(a.x + (size_t)h * width, (size_t)a.n_heads * width, n, a.lora, hi, lo);
+        nbi_mla_halves<1>(a.x + (size_t)h * width, (size_t)a.n_heads * width, n, a.lora, hi, lo);
     }
     nbi_copy_wait<0>();
     __syncthreads();
     const uint32_t own = threadIdx.x / NBI_WARP * 16;
     if (own >= EXPAND_OUTPUTS) return;
-    float d[SUMS][1][4] = {};
-    for (uint32_t c0 = 0; c0 < a.lora; c0 += 32 * SUMS)
+    float d[NBI_MLA_SUMS][1][4] = {};
+    for (uint32_t c0 = 0; c0 < a.lora; c0 += 32 * NBI_MLA_SUMS)
 #pragma unroll
-        for (uint32_t p = 0; p < SUMS; p++) {
+        for (uint32_t p = 0; p < NBI_MLA_SUMS; p++) {
             if (c0 + 32 * p >= a.lora) break;
             const uint32_t c = c0 + 32 * p + lane % 4 * 8;
             const uint16_t *at = w + (own + lane / 4) * stride + c;
@@ -625,47 +449,49 @@ static __global__ void expand_few_kernel(mla_product a, nbi_cuda_attend s, uint3
                 nbi_mma_bf16(d[p][0], f, v.v + i);
             }
         }
-    store_products<1>(d, a.y + (size_t)h * a.v, (size_t)a.n_heads * a.v, n, block0 + own, a.v,
-                      a.scale);
+    nbi_mla_store<1>(d, a.y + (size_t)h * a.v, (size_t)a.n_heads * a.v, n, block0 + own, a.v,
+                     a.scale);
 }
 
 #define MMA_THREADS 128u
 
 /* Shape and types decide, never the batch. A float cache is for those who want float32 products. */
-static bool by_mma(const nbi_cuda *c, const nbi_cuda_kv_b *w, const mla_product *a)
+static bool by_mma(const nbi_cuda *c, const nbi_cuda_kv_b *w, const nbi_mla_product *a)
 {
     return w->bf16 && a->halves && a->nope % 16 == 0 && a->lora % 32 == 0 && a->nope &&
-           a->lora <= 1024 && absorb_shared<1>(a->nope) <= c->rt.shared_max;
+           a->lora <= 1024 && nbi_mla_absorb_shared<1>(a->nope, ABSORB_COLUMNS) <= c->rt.shared_max;
 }
 
 template <int NT>
-static void launch_absorb_mma(nbi_cuda *c, const mla_product *a, const mla_append *append)
+static void launch_absorb_mma(nbi_cuda *c, const nbi_mla_product *a, const nbi_mla_rows *append)
 {
     const uint32_t columns = nbi_ceil_div(a->lora, ABSORB_COLUMNS),
                    z = nbi_ceil_div(a->n_rows, 8 * NT);
     if (append)
         nbi_launch(&c->rt, dim3(a->n_heads, columns + 1, z), dim3(MMA_THREADS),
-                   absorb_shared<NT>(a->nope), absorb_mma_kernel<NT, true>, *a, *append);
+                   nbi_mla_absorb_shared<NT>(a->nope, ABSORB_COLUMNS), absorb_mma_kernel<NT, true>,
+                   *a, *append);
     else
         nbi_launch(&c->rt, dim3(a->n_heads, columns, z), dim3(MMA_THREADS),
-                   absorb_shared<NT>(a->nope), absorb_mma_kernel<NT, false>, *a, mla_append{});
+                   nbi_mla_absorb_shared<NT>(a->nope, ABSORB_COLUMNS), absorb_mma_kernel<NT, false>,
+                   *a, nbi_mla_rows{});
 }
 
-template <int NT> static void launch_expand_mma(nbi_cuda *c, const mla_product *a)
+template <int NT> static void launch_expand_mma(nbi_cuda *c, const nbi_mla_product *a)
 {
     nbi_launch(
         &c->rt,
         dim3(a->n_heads, nbi_ceil_div(a->v, EXPAND_OUTPUTS), nbi_ceil_div(a->n_rows, 8 * NT)),
-        dim3(MMA_THREADS), 2 * 8 * NT * (a->lora + MMA_PAD) * sizeof(uint16_t),
+        dim3(MMA_THREADS), 2 * 8 * NT * (a->lora + NBI_MLA_PAD) * sizeof(uint16_t),
         expand_mma_kernel<NT>, *a);
 }
 
 /* append: only where by_mma(). */
-static void absorb(nbi_cuda *c, const nbi_cuda_kv_b *w, const mla_product *a,
-                   const mla_append *append)
+static void absorb(nbi_cuda *c, const nbi_cuda_kv_b *w, const nbi_mla_product *a,
+                   const nbi_mla_rows *append)
 {
     if (by_mma(c, w, a)) {
-        if (a->n_rows > 8 && absorb_shared<4>(a->nope) <= c->rt.shared_max)
+        if (a->n_rows > 8 && nbi_mla_absorb_shared<4>(a->nope, ABSORB_COLUMNS) <= c->rt.shared_max)
             launch_absorb_mma<4>(c, a, append);
         else
             launch_absorb_mma<1>(c, a, append);
@@ -678,7 +504,7 @@ static void absorb(nbi_cuda *c, const nbi_cuda_kv_b *w, const mla_product *a,
 }
 
 /* splits: what attention left to merge. */
-static void expand(nbi_cuda *c, const nbi_cuda_kv_b *w, const mla_product *a,
+static void expand(nbi_cuda *c, const nbi_cuda_kv_b *w, const nbi_mla_product *a,
                    const nbi_cuda_attend *attend, uint32_t splits)
 {
     const bool mma = by_mma(c, w, a);
@@ -691,7 +517,7 @@ static void expand(nbi_cuda *c, const nbi_cuda_kv_b *w, const mla_product *a,
     }
     if (splits) nbi_cuda_attend_merge(c, attend, splits);
     if (mma) {
-        if (a->n_rows > 8 && 2 * 32 * (a->lora + MMA_PAD) * 2 <= c->rt.shared_max)
+        if (a->n_rows > 8 && 2 * 32 * (a->lora + NBI_MLA_PAD) * 2 <= c->rt.shared_max)
             launch_expand_mma<4>(c, a);
         else
             launch_expand_mma<1>(c, a);
@@ -760,7 +586,8 @@ static nbi_cuda_attend attend_args(const nbi_mla_attend_args *args)
 }
 
 /* Whether what waits is the append of this very call, and absorbing can do it. */
-static bool goes_along(const nbi_cuda *c, const nbi_mla_attend_args *args, const mla_product *in)
+static bool goes_along(const nbi_cuda *c, const nbi_mla_attend_args *args,
+                       const nbi_mla_product *in)
 {
     const nbi_cuda_waiting *w = &c->waiting;
     return w->what == NBI_CUDA_WAITS_MLA && w->mla.q == args->q && w->mla.batch == args->batch &&
@@ -776,31 +603,34 @@ static void attend_rows(nbi_cuda *c, const nbi_mla_attend_args *args, uint32_t f
     const nbi_cuda_kv_b *w = reinterpret_cast<const nbi_cuda_kv_b *>(args->kv_b);
     const uint32_t H = args->n_heads, head = args->nope_dim + args->rope_dim;
     float *x = static_cast<float *>(c->scratch);
-    const mla_product in = {.x = static_cast<const float *>(args->q) + (size_t)first * H * head,
-                            .y = x,
-                            .w = w->data,
-                            .scale = w->scale,
-                            .n_rows = n,
-                            .n_heads = H,
-                            .nope = args->nope_dim,
-                            .rope_dim = args->rope_dim,
-                            .v = args->v_dim,
-                            .lora = args->kv_lora,
-                            .halves = args->cache->dtype != NBI_F32};
-    mla_product out = in;
+    const nbi_mla_product in = {.x = static_cast<const float *>(args->q) + (size_t)first * H * head,
+                                .y = x,
+                                .w = w->data,
+                                .scale = w->scale,
+                                .n_rows = n,
+                                .n_heads = H,
+                                .nope = args->nope_dim,
+                                .rope_dim = args->rope_dim,
+                                .v = args->v_dim,
+                                .lora = args->kv_lora,
+                                .halves = args->cache->dtype != NBI_F32};
+    nbi_mla_product out = in;
     out.x = x;
     out.y = static_cast<float *>(args->out) + (size_t)first * H * args->v_dim;
+    const size_t used = (n * row_bytes(H, args->kv_lora + args->rope_dim) + 255) / 256 * 256;
     if (goes_along(c, args, &in)) {
-        const mla_append append = append_of(&c->waiting);
+        const nbi_mla_rows append = append_of(&c->waiting);
         c->waiting.what = NBI_CUDA_WAITS_NOT;
-        absorb(c, w, &in, &append);
+        if (!nbi_index_absorb(c, &in, &append, args->batch, used)) {
+            nbi_cuda_index_now(c);
+            absorb(c, w, &in, &append);
+        }
     } else {
         nbi_cuda_flush(c);
         absorb(c, w, &in, NULL);
     }
 
     nbi_cuda_attend a = attend_args(args);
-    const size_t used = (n * row_bytes(H, a.k_width) + 255) / 256 * 256;
     a.q = a.out = x; /* a head's sums replace its query once nobody reads it any more */
     a.first = first;
     a.n_rows = n;

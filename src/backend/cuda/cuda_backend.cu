@@ -446,7 +446,8 @@ static uint64_t clock_launches(const nbi_backend *b, bool *waits)
 {
     const nbi_cuda *c = nbi_cuda_of(b);
     *waits = c->n_pending || c->norm_pending || c->router_pending || c->swiglu_pending ||
-             c->waiting.what != NBI_CUDA_WAITS_NOT;
+             c->waiting.what != NBI_CUDA_WAITS_NOT || c->index.appends || c->index.weighs ||
+             c->index.selects;
     return c->rt.n_calls;
 }
 
@@ -477,10 +478,7 @@ static const nbi_backend_clock cuda_clock = {.open = clock_open,
     }
 FLUSH(embed)
 FLUSH(rope_table)
-FLUSH(mla_append)
 FLUSH(gqa_append)
-FLUSH(index_append)
-FLUSH(index_select)
 FLUSH(index_reuse)
 FLUSH(share_experts)
 FLUSH(own_experts)
@@ -517,12 +515,12 @@ const nbi_backend_ops nbi_cuda_ops = {
     .rmsnorm = nbi_cuda_rmsnorm_later,
     .linear = nbi_cuda_linear,
     .swiglu = nbi_cuda_swiglu_later,
-    .mla_append = flush_mla_append,
+    .mla_append = nbi_cuda_mla_append,
     .mla_attend = nbi_cuda_mla_attend, /* may take the append that waits along */
     .gqa_append = flush_gqa_append,
     .gqa_attend = nbi_cuda_gqa_attend, /* the same */
-    .index_append = flush_index_append,
-    .index_select = flush_index_select,
+    .index_append = nbi_cuda_index_append,
+    .index_select = nbi_cuda_index_select, /* may take what waits of the indexer along */
     .index_reuse = flush_index_reuse,
     .route = nbi_cuda_route_now,
     .share_experts = flush_share_experts,

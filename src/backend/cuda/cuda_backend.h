@@ -43,6 +43,18 @@ struct nbi_cuda_waiting {
     nbi_kv_layer cache;
 };
 
+/* Parts of the indexer that may become part of the choice behind them. */
+struct nbi_cuda_index_waiting {
+    bool appends, weighs, selects; /* selects: with what else is part of it */
+    nbi_index_append_args append;
+    nbi_rope_rows rope; /* of the append */
+    nbi_kv_layer cache;
+    nbi_linear_args weigh; /* the exact product that makes w */
+    nbi_index_select_args select;
+    nbi_rope_rows select_rope;
+    nbi_kv_layer select_cache;
+};
+
 /* Activations that linear_wide.cu has converted: its next call may use them while the runtime's
  * n_calls stays. */
 struct nbi_cuda_converted {
@@ -94,7 +106,8 @@ struct nbi_cuda {
     nbi_linear_args router; /* the exact product behind the norm: waits for `route` */
     nbi_swiglu_args swiglu; /* what makes this x instead */
     bool norm_pending, router_pending, swiglu_pending;
-    nbi_cuda_waiting waiting; /* the same; never beside these */
+    nbi_cuda_waiting waiting;     /* the same; never beside these */
+    nbi_cuda_index_waiting index; /* the same; beside all of them */
 
     uint32_t *arrivals; /* device, [NBI_CUDA_ARRIVALS]: blocks of a group that are done; zero
                            between kernels */
@@ -138,6 +151,13 @@ void nbi_cuda_flush(nbi_cuda *c);
 /* Does the append that waits; its operator's own part of it. */
 void nbi_cuda_append_now(nbi_cuda *c);
 void nbi_cuda_gqa_append_now(nbi_cuda *c);
+/* All that waits of the indexer. */
+void nbi_cuda_index_now(nbi_cuda *c);
+/* Only the products and what they stand with: appends and what the indexer's choice weighs wait on.
+ */
+void nbi_cuda_products_now(nbi_cuda *c);
+/* The product that the indexer's choice weighs. */
+void nbi_cuda_weigh_now(nbi_cuda *c);
 void nbi_cuda_mla_append_now(nbi_cuda *c);
 
 extern "C" {

@@ -1,10 +1,7 @@
 /* DSA lightning indexer: append keys; score all visible keys and choose the topk. Callers: the
- * backend's table.
- *
- * A score depends on its row and position alone; the choice is exact: the topk largest, ties (and
- * -0 against 0) to the lower position, NaN below everything. Scores may be negative. */
-#include "backend/cuda/attention.h"
+ * backend's table. */
 #include "backend/cuda/codes.h"
+#include "backend/cuda/indexer.h"
 
 #define APPEND_WARPS 4u
 #define POSITIONS    128u /* of a block of scores: one per thread */
@@ -13,72 +10,23 @@
 
 /* ---------------------------------------------------------------- append */
 
-struct index_append {
-    const float *k, *weight, *bias;
-    float eps;
-    uint32_t dim;
-    nbi_rope_arg rope;
-    void *cache;
-    bool bf16, codes;
-    nbi_kv_shape shape;
-    uint32_t n_rows;
-    const int32_t *pos, *row_seq, *page_table;
-    uint32_t page_stride;
-};
-
-NBI_DEV double warp_sum_double(double x)
-{
-    for (int d = 16; d; d >>= 1) x += __shfl_xor_sync(NBI_FULL_MASK, x, d);
-    return x;
-}
-
-struct layer_norm {
-    double mean, r;
-};
-
-NBI_DEV float layer_normed(const index_append &a, const float *k, const layer_norm &n, uint32_t i)
-{
-    return fmaf((float)(((double)k[i] - n.mean) * n.r), a.weight[i], a.bias[i]);
-}
-
-/* A warp per row. Keys may lie far from zero, close to each other: mean and variance in double. */
-static __global__ void index_append_kernel(index_append a)
+/* A warp per row. */
+static __global__ void index_append_kernel(nbi_index_keys a)
 {
     nbi_wait_before();
     nbi_let_next();
     const size_t t = blockIdx.x * APPEND_WARPS + threadIdx.x / NBI_WARP;
-    const uint32_t lane = nbi_lane();
     if (t >= a.n_rows) return;
-    const float *k = a.k + t * a.dim;
-    double sum = 0, squares = 0;
-    for (uint32_t i = lane; i < a.dim; i += NBI_WARP) sum += (double)k[i];
-    layer_norm n;
-    n.mean = warp_sum_double(sum) / a.dim;
-    for (uint32_t i = lane; i < a.dim; i += NBI_WARP) {
-        const double d = (double)k[i] - n.mean;
-        squares += d * d;
-    }
-    n.r = 1.0 / sqrt(warp_sum_double(squares) / a.dim + (double)a.eps);
     const uint32_t p = (uint32_t)a.pos[t];
     const size_t page = nbi_kv_page(a.page_table, a.page_stride, a.row_seq[t], p);
     const size_t at = (page * NBI_PAGE_TOKENS + p % NBI_PAGE_TOKENS) * a.dim;
     float *row = nbi_shared<float>() + threadIdx.x / NBI_WARP * a.dim; /* of a key to be coded */
-    const auto put = [=](uint32_t i, float x) {
+    nbi_index_key(a, t, [=](uint32_t i, float x) {
         if (a.codes)
             row[i] = x;
         else
             nbi_kv_store(a.cache, at + i, a.bf16, x);
-    };
-    for (uint32_t i = lane; i < a.rope.dim / 2; i += NBI_WARP) {
-        uint32_t iu, iv;
-        nbi_rope_pair(a.rope, i, &iu, &iv);
-        float u = layer_normed(a, k, n, iu), v = layer_normed(a, k, n, iv);
-        nbi_rope_turn(a.rope, t, i, &u, &v);
-        put(iu, u);
-        put(iv, v);
-    }
-    for (uint32_t i = a.rope.dim / 2 * 2 + lane; i < a.dim; i += NBI_WARP)
-        put(i, layer_normed(a, k, n, i));
+    });
     if (!a.codes) return;
     __syncwarp();
     uint8_t *head = static_cast<uint8_t *>(a.cache) + page * a.shape.page;
@@ -88,51 +36,53 @@ static __global__ void index_append_kernel(index_append a)
                     a.dim, 0, 1, [=](uint32_t i) { return row[i]; });
 }
 
+static nbi_index_keys keys_of(const nbi_cuda_index_waiting *w)
+{
+    const nbi_index_append_args *args = &w->append;
+    const nbi_batch *batch = args->batch;
+    return {.k = static_cast<const float *>(args->k),
+            .weight = args->norm_weight,
+            .bias = args->norm_bias,
+            .eps = args->eps,
+            .dim = args->index_dim,
+            .rope = nbi_rope_of(&w->rope),
+            .cache = w->cache.index_k,
+            .bf16 = w->cache.dtype == NBI_BF16,
+            .codes = w->cache.dtype == NBI_F8_E4M3,
+            .shape = nbi_kv_head_shape(w->cache.dtype, 1, args->index_dim),
+            .n_rows = batch->n_rows,
+            .pos = batch->pos,
+            .row_seq = batch->row_seq,
+            .page_table = batch->page_table,
+            .page_stride = batch->page_stride};
+}
+
+static void append_now(nbi_cuda *c)
+{
+    if (!c->index.appends) return;
+    c->index.appends = false;
+    const nbi_index_keys a = keys_of(&c->index);
+    nbi_launch(&c->rt, dim3(nbi_ceil_div(a.n_rows, APPEND_WARPS)), dim3(APPEND_WARPS * NBI_WARP),
+               a.codes ? APPEND_WARPS * a.dim * sizeof(float) : 0, index_append_kernel, a);
+}
+
+/* Waits for the choice behind it, beside an append of MLA that does. */
 void nbi_cuda_index_append(nbi_backend *b, const nbi_index_append_args *args)
 {
     nbi_cuda *c = nbi_cuda_of(b);
-    const nbi_batch *batch = args->batch;
     NB_ASSERT(args->rope->dim <= args->index_dim);
-    if (!batch->n_rows) return;
-    const index_append a = {.k = static_cast<const float *>(args->k),
-                            .weight = args->norm_weight,
-                            .bias = args->norm_bias,
-                            .eps = args->eps,
-                            .dim = args->index_dim,
-                            .rope = nbi_rope_of(args->rope),
-                            .cache = args->cache->index_k,
-                            .bf16 = args->cache->dtype == NBI_BF16,
-                            .codes = args->cache->dtype == NBI_F8_E4M3,
-                            .shape = nbi_kv_head_shape(args->cache->dtype, 1, args->index_dim),
-                            .n_rows = batch->n_rows,
-                            .pos = batch->pos,
-                            .row_seq = batch->row_seq,
-                            .page_table = batch->page_table,
-                            .page_stride = batch->page_stride};
-    nbi_launch(&c->rt, dim3(nbi_ceil_div(batch->n_rows, APPEND_WARPS)),
-               dim3(APPEND_WARPS * NBI_WARP), a.codes ? APPEND_WARPS * a.dim * sizeof(float) : 0,
-               index_append_kernel, a);
+    nbi_cuda_products_now(c);
+    if (c->index.appends || c->index.selects) nbi_cuda_index_now(c);
+    if (!args->batch->n_rows) return;
+    c->index.appends = true;
+    c->index.append = *args;
+    c->index.rope = *args->rope;
+    c->index.cache = *args->cache;
 }
 
 /* ---------------------------------------------------------------- scores */
 
-/* Rows [first, first + n_rows) of the batch. */
-struct index_select {
-    int32_t *select;
-    float *q;
-    const float *w;
-    uint32_t n_heads, dim, topk;
-    nbi_rope_arg rope;
-    const void *keys;
-    nbi_kv_shape shape;
-    uint32_t first, n_rows;
-    const int32_t *pos, *row_seq, *seq_first, *page_table;
-    uint32_t page_stride;
-    uint32_t *scores; /* [n_rows][stride], sortable */
-    uint32_t stride;
-};
-
-static __global__ void index_rotate_kernel(index_select a)
+static __global__ void index_rotate_kernel(nbi_index_rows a)
 {
     nbi_wait_before();
     nbi_let_next();
@@ -148,22 +98,8 @@ static __global__ void index_rotate_kernel(index_select a)
     q[iv] = v;
 }
 
-/* Larger float, larger key; NaN as -inf, -0 as 0. */
-NBI_DEV uint32_t sortable(float f)
-{
-    if (!(f == f)) f = -INFINITY;
-    const uint32_t u = nbi_bits(f + 0.0f);
-    return u & 0x80000000u ? ~u : u | 0x80000000u;
-}
-
-/* Adds a head's share of a score. NaN stays NaN: of a comparison that fails the sum is kept. */
-NBI_DEV float add_head(float score, float dot, float weight)
-{
-    return fmaf(weight, dot < 0 ? 0 : dot, score);
-}
-
 /* A block is POSITIONS positions of one row, a thread one position; any shape. */
-template <int TYPE> static __global__ void index_score_kernel(index_select a)
+template <int TYPE> static __global__ void index_score_kernel(nbi_index_rows a)
 {
     nbi_wait_before();
     nbi_let_next();
@@ -173,8 +109,6 @@ template <int TYPE> static __global__ void index_score_kernel(index_select a)
     const size_t width = (size_t)a.n_heads * a.dim, t = a.first + r;
     for (size_t i = threadIdx.x; i < width; i += POSITIONS) q[i] = a.q[t * width + i];
     __syncthreads();
-    const float dim_scale = (float)(1.0 / sqrt((double)a.dim));
-    const float head_scale = (float)(1.0 / sqrt((double)a.n_heads));
     for (uint32_t p = blockIdx.x * POSITIONS + threadIdx.x; p < n; p += gridDim.x * POSITIONS) {
         const size_t page = nbi_kv_page(a.page_table, a.page_stride, a.row_seq[t], p);
         const uint32_t slot = p % NBI_PAGE_TOKENS;
@@ -189,16 +123,15 @@ template <int TYPE> static __global__ void index_score_kernel(index_select a)
             for (uint32_t i = 0; i < a.dim; i++)
                 dot =
                     fmaf(q[h * a.dim + i], nbi_kv_value<TYPE>(a.shape, a.keys, at, scales, i), dot);
-            score = add_head(score, dot * dim_scale, a.w[t * a.n_heads + h] * head_scale);
+            score =
+                nbi_index_add_head(score, dot * a.dim_scale, a.w[t * a.n_heads + h] * a.head_scale);
         }
-        a.scores[(size_t)r * a.stride + p] = sortable(score);
+        a.scores[(size_t)r * a.stride + p] = nbi_index_sortable(score);
     }
 }
 
 /* ---------------------------------------------------------------- scores by matrix units */
 
-#define MMA_DIM     128
-#define MMA_ROW     (MMA_DIM + 8) /* rows in shared memory 16 bytes further apart: no conflicts */
 #define MMA_WARPS   4
 #define MMA_THREADS (MMA_WARPS * NBI_WARP)
 #define MMA_HEADS   64 /* at most */
@@ -207,33 +140,34 @@ template <int TYPE> static __global__ void index_score_kernel(index_select a)
 static_assert(MMA_WARPS * 32 == POSITIONS, "a warp has 32 positions");
 
 struct score_memory {
-    uint16_t keys[POSITIONS][MMA_ROW];
-    uint16_t q_hi[MMA_HEADS][MMA_ROW], q_lo[MMA_HEADS][MMA_ROW];
+    uint16_t keys[POSITIONS][NBI_INDEX_ROW];
+    uint16_t q_hi[MMA_HEADS][NBI_INDEX_ROW], q_lo[MMA_HEADS][NBI_INDEX_ROW];
     float w[MMA_HEADS];
 };
 
 /* The block's keys on their way to shared memory; zeros from position n on. */
-NBI_DEV void load_keys(const index_select &a, score_memory *s, int32_t seq, uint32_t begin,
+NBI_DEV void load_keys(const nbi_index_rows &a, score_memory *s, int32_t seq, uint32_t begin,
                        uint32_t n)
 {
     const uint16_t *keys = static_cast<const uint16_t *>(a.keys);
-    for (uint32_t i = threadIdx.x; i < POSITIONS * (MMA_DIM / 8); i += MMA_THREADS) {
-        const uint32_t row = i / (MMA_DIM / 8), c = i % (MMA_DIM / 8) * 8, p = begin + row;
+    for (uint32_t i = threadIdx.x; i < POSITIONS * (NBI_INDEX_DIM / 8); i += MMA_THREADS) {
+        const uint32_t row = i / (NBI_INDEX_DIM / 8), c = i % (NBI_INDEX_DIM / 8) * 8,
+                       p = begin + row;
         size_t at = 0;
         if (p < n)
             at = (nbi_kv_page(a.page_table, a.page_stride, seq, p) * NBI_PAGE_TOKENS +
                   p % NBI_PAGE_TOKENS) *
-                     MMA_DIM +
+                     NBI_INDEX_DIM +
                  c;
         nbi_copy_async(&s->keys[row][c], keys + at, p < n);
     }
     nbi_copy_commit();
 }
 
-#define CODE_CHUNKS (MMA_DIM / 16)
+#define CODE_CHUNKS (NBI_INDEX_DIM / 16)
 
 /* The same of a cache of codes, in BF16 when all is done. */
-NBI_DEV void load_code_keys(const index_select &a, score_memory *s, int32_t seq, uint32_t begin,
+NBI_DEV void load_code_keys(const nbi_index_rows &a, score_memory *s, int32_t seq, uint32_t begin,
                             uint32_t n)
 {
     const uint8_t *keys = static_cast<const uint8_t *>(a.keys);
@@ -242,37 +176,37 @@ NBI_DEV void load_code_keys(const index_select &a, score_memory *s, int32_t seq,
         const uint8_t *page = keys;
         if (p < n) page += nbi_kv_page(a.page_table, a.page_stride, seq, p) * a.shape.page;
         const int slot = p % NBI_PAGE_TOKENS;
-        nbi_codes_copy<MMA_DIM>(s->keys[row], c, page + slot * MMA_DIM, page + a.shape.scales, slot,
-                                p < n);
+        nbi_codes_copy<NBI_INDEX_DIM>(s->keys[row], c, page + slot * NBI_INDEX_DIM,
+                                      page + a.shape.scales, slot, p < n);
     }
     nbi_copy_commit();
     nbi_copy_wait<0>();
     for (uint32_t i = threadIdx.x; i < POSITIONS * CODE_CHUNKS; i += MMA_THREADS) {
         uint16_t *const rows[1] = {s->keys[i / CODE_CHUNKS]};
         const int slot[1] = {(int)(i / CODE_CHUNKS)};
-        nbi_codes_decode<MMA_DIM>(rows, slot, i % CODE_CHUNKS * 16);
+        nbi_codes_decode<NBI_INDEX_DIM>(rows, slot, i % CODE_CHUNKS * 16);
     }
 }
 
 /* Row t's queries in two BF16 halves, and its weights. */
-NBI_DEV void load_index_queries(const index_select &a, score_memory *s, size_t t, float head_scale)
+NBI_DEV void load_index_queries(const nbi_index_rows &a, score_memory *s, size_t t)
 {
-    const float *q = a.q + t * a.n_heads * MMA_DIM;
-    for (uint32_t i = threadIdx.x; i < a.n_heads * (MMA_DIM / 2); i += MMA_THREADS) {
-        const uint32_t h = i / (MMA_DIM / 2), c = i % (MMA_DIM / 2) * 2;
-        const nbi_f32x2 x = *reinterpret_cast<const nbi_f32x2 *>(q + h * MMA_DIM + c);
+    const float *q = a.q + t * a.n_heads * NBI_INDEX_DIM;
+    for (uint32_t i = threadIdx.x; i < a.n_heads * (NBI_INDEX_DIM / 2); i += MMA_THREADS) {
+        const uint32_t h = i / (NBI_INDEX_DIM / 2), c = i % (NBI_INDEX_DIM / 2) * 2;
+        const nbi_f32x2 x = *reinterpret_cast<const nbi_f32x2 *>(q + h * NBI_INDEX_DIM + c);
         nbi_halves(x.v[0], x.v[1], reinterpret_cast<uint32_t *>(&s->q_hi[h][c]),
                    reinterpret_cast<uint32_t *>(&s->q_lo[h][c]));
     }
     for (uint32_t h = threadIdx.x; h < a.n_heads; h += MMA_THREADS)
-        s->w[h] = a.w[t * a.n_heads + h] * head_scale;
+        s->w[h] = a.w[t * a.n_heads + h] * a.head_scale;
 }
 
 /* Scores of the warp's 32 positions (k: their fragments) for one row: lane (g, t) of a quad gets
  * those of positions g, g + 8, g + 16, g + 24. Heads are summed in ascending order inside a lane,
  * then over the quad. */
-NBI_DEV void score_row(const index_select &a, const score_memory *s, const uint32_t k[2][8][4],
-                       float dim_scale, float score[2][2])
+NBI_DEV void score_row(const nbi_index_rows &a, const score_memory *s, const uint32_t k[2][8][4],
+                       float score[2][2])
 {
     const int lane = nbi_lane(), t = lane & 3;
     score[0][0] = score[0][1] = score[1][0] = score[1][1] = 0;
@@ -296,8 +230,8 @@ NBI_DEV void score_row(const index_select &a, const score_memory *s, const uint3
         for (int i = 0; i < 2; i++)
 #pragma unroll
             for (int j = 0; j < 4; j++)
-                score[i][j / 2] =
-                    add_head(score[i][j / 2], d[i][j] * dim_scale, s->w[h + 2 * t + j % 2]);
+                score[i][j / 2] = nbi_index_add_head(score[i][j / 2], d[i][j] * a.dim_scale,
+                                                     s->w[h + 2 * t + j % 2]);
     }
 #pragma unroll
     for (int i = 0; i < 2; i++)
@@ -311,7 +245,7 @@ NBI_DEV void score_row(const index_select &a, const score_memory *s, const uint3
 /* A block is POSITIONS positions and up to MMA_GROUP rows of one sequence: 128 values per head,
  * keys in BF16 or codes, heads in eights. */
 template <bool CODES>
-static __global__ void __launch_bounds__(MMA_THREADS) index_score_mma_kernel(index_select a)
+static __global__ void __launch_bounds__(MMA_THREADS) index_score_mma_kernel(nbi_index_rows a)
 {
     nbi_wait_before();
     nbi_let_next();
@@ -324,8 +258,6 @@ static __global__ void __launch_bounds__(MMA_THREADS) index_score_mma_kernel(ind
     if (rows > a.first + a.n_rows - first) rows = a.first + a.n_rows - first;
     const uint32_t n = (uint32_t)a.pos[first + rows - 1] + 1; /* of the longest row */
     if (n <= a.topk) return;
-    const float dim_scale = (float)(1.0 / sqrt((double)a.dim));
-    const float head_scale = (float)(1.0 / sqrt((double)a.n_heads));
     const int lane = nbi_lane(), warp = threadIdx.x / NBI_WARP;
     for (uint32_t begin = blockIdx.x * POSITIONS; begin < n; begin += gridDim.x * POSITIONS) {
         if (CODES) {
@@ -345,14 +277,14 @@ static __global__ void __launch_bounds__(MMA_THREADS) index_score_mma_kernel(ind
         for (uint32_t r = 0; r < rows; r++) {
             const uint32_t t = first + r, see = (uint32_t)a.pos[t] + 1;
             if (see <= a.topk || see <= begin) continue;
-            load_index_queries(a, s, t, head_scale);
+            load_index_queries(a, s, t);
             __syncthreads();
             float score[2][2];
-            score_row(a, s, k, dim_scale, score);
+            score_row(a, s, k, score);
             uint32_t *out = a.scores + (size_t)(t - a.first) * a.stride;
             for (int i = 0; i < 4; i++) {
                 const uint32_t p = begin + warp * 32 + i * 8 + lane / 4;
-                if ((lane & 3) == 0 && p < see) out[p] = sortable(score[i / 2][i % 2]);
+                if ((lane & 3) == 0 && p < see) out[p] = nbi_index_sortable(score[i / 2][i % 2]);
             }
             __syncthreads();
         }
@@ -434,7 +366,7 @@ NBI_DEV uint32_t kth_key(choice *s, const uint32_t *keys, uint32_t n, uint32_t k
 }
 
 /* A block per row; a thread looks at four neighbouring keys at a time. */
-static __global__ void index_choose_kernel(index_select a)
+static __global__ void index_choose_kernel(nbi_index_rows a)
 {
     __shared__ choice s;
     nbi_wait_before();
@@ -486,10 +418,10 @@ size_t nbi_cuda_index_scratch(const nbi_limits *l)
     if (!l->index_topk) return 0;
     const size_t row = score_stride(l->max_context) * sizeof(uint32_t), all = l->max_rows * row;
     const size_t most = row > GROUP_BYTES ? row : GROUP_BYTES;
-    return all < most ? all : most;
+    return (all < most ? all : most) + nbi_index_row_scratch(l);
 }
 
-static void select_rows(nbi_cuda *c, const index_select *a)
+static void select_rows(nbi_cuda *c, const nbi_index_rows *a)
 {
     const uint32_t blocks = nbi_ceil_div(a->stride, POSITIONS);
     /* few blocks that find nothing to do when one sequence is long and many are short */
@@ -498,8 +430,8 @@ static void select_rows(nbi_cuda *c, const index_select *a)
     const dim3 grid(blocks < most ? blocks : most, a->n_rows);
     const nbi_dtype dtype = a->shape.dtype;
     const bool codes = dtype == NBI_F8_E4M3;
-    if (dtype != NBI_F32 && a->dim == MMA_DIM && a->n_heads % 8 == 0 && a->n_heads <= MMA_HEADS &&
-        (uintptr_t)a->keys % 16 == 0)
+    if (dtype != NBI_F32 && a->dim == NBI_INDEX_DIM && a->n_heads % 8 == 0 &&
+        a->n_heads <= MMA_HEADS && (uintptr_t)a->keys % 16 == 0)
         nbi_launch(&c->rt, grid, dim3(MMA_THREADS), sizeof(score_memory),
                    codes ? index_score_mma_kernel<true> : index_score_mma_kernel<false>, *a);
     else
@@ -511,31 +443,64 @@ static void select_rows(nbi_cuda *c, const index_select *a)
     nbi_launch(&c->rt, dim3(a->n_rows), dim3(CHOOSE), 0, index_choose_kernel, *a);
 }
 
-void nbi_cuda_index_select(nbi_backend *b, const nbi_index_select_args *args)
+/* `used` bytes of the scratch are somebody else's. */
+static nbi_index_rows rows_of(const nbi_cuda *c, size_t used)
 {
-    nbi_cuda *c = nbi_cuda_of(b);
+    const nbi_index_select_args *args = &c->index.select;
+    const nbi_kv_layer *cache = &c->index.select_cache;
     const nbi_batch *batch = args->batch;
-    const uint32_t T = batch->n_rows;
-    if (!T) return;
-    index_select a = {.select = args->select,
-                      .q = static_cast<float *>(args->q),
-                      .w = args->w,
-                      .n_heads = args->n_heads,
-                      .dim = args->index_dim,
-                      .topk = args->topk,
-                      .rope = nbi_rope_of(args->rope),
-                      .keys = args->cache->index_k,
-                      .shape = nbi_kv_head_shape(args->cache->dtype, 1, args->index_dim),
-                      .first = 0,
-                      .n_rows = T,
-                      .pos = batch->pos,
-                      .row_seq = batch->row_seq,
-                      .seq_first = batch->seq_first,
-                      .page_table = batch->page_table,
-                      .page_stride = batch->page_stride,
-                      .scores = static_cast<uint32_t *>(c->scratch),
-                      .stride = score_stride(batch->max_len)};
-    const uint32_t pairs = a.n_heads * (a.rope.dim / 2);
+    return {.select = args->select,
+            .q = static_cast<float *>(args->q),
+            .w = args->w,
+            .n_heads = args->n_heads,
+            .dim = args->index_dim,
+            .topk = args->topk,
+            .dim_scale = (float)(1.0 / sqrt((double)args->index_dim)),
+            .head_scale = (float)(1.0 / sqrt((double)args->n_heads)),
+            .rope = nbi_rope_of(&c->index.select_rope),
+            .keys = cache->index_k,
+            .shape = nbi_kv_head_shape(cache->dtype, 1, args->index_dim),
+            .first = 0,
+            .n_rows = batch->n_rows,
+            .pos = batch->pos,
+            .row_seq = batch->row_seq,
+            .seq_first = batch->seq_first,
+            .page_table = batch->page_table,
+            .page_stride = batch->page_stride,
+            .scores = reinterpret_cast<uint32_t *>(static_cast<char *>(c->scratch) + used),
+            .stride = score_stride(batch->max_len),
+            .room = c->scratch_bytes > used ? c->scratch_bytes - used : 0};
+}
+
+/* What waits as one launch. launch: false only asks. */
+static bool select_few(nbi_cuda *c, const nbi_mla_product *absorb, const nbi_mla_rows *latents,
+                       size_t used, bool launch)
+{
+    const nbi_batch *batch = c->index.select.batch;
+    const nbi_index_rows a = rows_of(c, used);
+    nbi_index_keys keys = {};
+    if (c->index.appends) keys = keys_of(&c->index);
+    const nbi_index_beside beside = {c->index.appends ? &keys : NULL,
+                                     c->index.weighs ? &c->index.weigh : NULL, absorb, latents};
+    if (!nbi_index_row_fits(c, &a, batch->n_seqs, &beside)) return false;
+    if (!launch) return true;
+    c->index.appends = c->index.weighs = c->index.selects = false;
+    nbi_index_row_run(c, &a, &beside);
+    return true;
+}
+
+bool nbi_index_absorb(nbi_cuda *c, const nbi_mla_product *absorb, const nbi_mla_rows *latents,
+                      const nbi_batch *batch, size_t used)
+{
+    return c->index.selects && c->index.select.batch == batch &&
+           select_few(c, absorb, latents, used, true);
+}
+
+/* Whatever the rows. */
+static void select_all(nbi_cuda *c)
+{
+    nbi_index_rows a = rows_of(c, 0);
+    const uint32_t T = a.n_rows, pairs = a.n_heads * (a.rope.dim / 2);
     if (pairs)
         nbi_launch(&c->rt, dim3(nbi_ceil_div(pairs, 256), T), dim3(256), 0, index_rotate_kernel, a);
     const uint32_t most = (uint32_t)(c->scratch_bytes / (a.stride * sizeof(uint32_t)));
@@ -545,6 +510,30 @@ void nbi_cuda_index_select(nbi_backend *b, const nbi_index_select_args *args)
         if (a.n_rows > 65535) a.n_rows = 65535;
         select_rows(c, &a);
     }
+}
+
+void nbi_cuda_index_now(nbi_cuda *c)
+{
+    if (c->index.selects && select_few(c, NULL, NULL, 0, true)) return;
+    nbi_cuda_weigh_now(c);
+    append_now(c);
+    if (c->index.selects) select_all(c);
+    c->index.selects = false;
+}
+
+/* Of few rows it waits for MLA's attention behind it, which may do its first product beside it. */
+void nbi_cuda_index_select(nbi_backend *b, const nbi_index_select_args *args)
+{
+    nbi_cuda *c = nbi_cuda_of(b);
+    nbi_cuda_products_now(c);
+    if (c->index.selects) nbi_cuda_index_now(c);
+    if (!args->batch->n_rows) return;
+    c->index.selects = true;
+    c->index.select = *args;
+    c->index.select_rope = *args->rope;
+    c->index.select_cache = *args->cache;
+    if (c->waiting.what != NBI_CUDA_WAITS_MLA || !select_few(c, NULL, NULL, 0, false))
+        nbi_cuda_index_now(c);
 }
 
 /* ---------------------------------------------------------------- lists of an earlier pass */

@@ -1,5 +1,6 @@
 /* The operator y = x W^T + bias: which kernel. Callers: the backend's table. */
 #include "backend/cuda/cuda_linear.h"
+#include "backend/cuda/indexer.h"
 #include "backend/cuda/router.h"
 #include "backend/cuda/split_linear.h"
 #include "backend/cuda/stream_linear.h"
@@ -53,10 +54,23 @@ static void do_pending(nbi_cuda *c, const nbi_add_args *add)
     if (router) run(c, &c->router);
 }
 
+void nbi_cuda_products_now(nbi_cuda *c)
+{
+    do_pending(c, NULL);
+}
+
+void nbi_cuda_weigh_now(nbi_cuda *c)
+{
+    if (!c->index.weighs) return;
+    c->index.weighs = false;
+    run(c, &c->index.weigh);
+}
+
 void nbi_cuda_flush(nbi_cuda *c)
 {
-    nbi_cuda_append_now(c);
     do_pending(c, NULL);
+    nbi_cuda_append_now(c);
+    nbi_cuda_index_now(c);
 }
 
 /* Behind a norm and its router's product: all three at once. */
@@ -102,7 +116,7 @@ void nbi_cuda_swiglu_later(nbi_backend *b, const nbi_swiglu_args *a)
 void nbi_cuda_add_now(nbi_backend *b, const nbi_add_args *a)
 {
     nbi_cuda *c = nbi_cuda_of(b);
-    if (c->n_pending == 1 && !c->norm_pending &&
+    if (c->n_pending == 1 && !c->norm_pending && !c->index.weighs &&
         nbi_cuda_add_behind(&c->pending[0], c->swiglu_pending ? &c->swiglu : NULL, a)) {
         do_pending(c, a);
         return;
@@ -123,8 +137,15 @@ static bool fit_together(const nbi_cuda *c, const nbi_linear_args *calls, uint32
 void nbi_cuda_linear(nbi_backend *b, const nbi_linear_args *a)
 {
     nbi_cuda *c = nbi_cuda_of(b);
-    if (c->waiting.what != NBI_CUDA_WAITS_NOT) nbi_cuda_flush(c);
+    if (c->waiting.what != NBI_CUDA_WAITS_NOT || c->index.appends || c->index.weighs ||
+        c->index.selects)
+        nbi_cuda_flush(c);
     if (!a->n_rows || !nbi_cuda_packed_of(a->w)->rows) return;
+    if (c->n_pending && !c->router_pending && nbi_index_row_weighs(a)) {
+        c->index.weigh = *a;
+        c->index.weighs = true;
+        return;
+    }
     const bool apart = (c->norm_pending && !nbi_cuda_norm_before(&c->norm, a)) ||
                        (c->swiglu_pending && !nbi_cuda_swiglu_before(&c->swiglu, a));
     if (c->norm_pending && !apart && !c->router_pending && !c->n_pending &&

@@ -1,0 +1,200 @@
+/* The absorbing product of MLA by matrix units, and the append of latents, as parts of a launch.
+ * Callers: attention_mla.cu, index_row.cu. */
+#pragma once
+
+#include "backend/cuda/attention.h"
+#include "backend/cuda/codes.h"
+
+#define NBI_MLA_THREADS 256u
+#define NBI_MLA_WARPS   (NBI_MLA_THREADS / NBI_WARP)
+
+/* ---------------------------------------------------------------- append */
+
+struct nbi_mla_rows {
+    float *q;
+    const float *kv, *norm;
+    float eps;
+    uint32_t n_heads, nope, rope_dim, lora, kv_stride;
+    nbi_rope_arg rope;
+    void *latent;
+    bool bf16, codes;
+    nbi_kv_shape shape;
+    const int32_t *pos, *row_seq, *page_table;
+    uint32_t page_stride;
+};
+
+/* The sum of squares of n values, as 256 threads add it: 32 values apart by their warps, then the
+ * warps in order. The block may have fewer. */
+NBI_DEV float nbi_mla_square_sum(const float *x, uint32_t n)
+{
+    __shared__ float sums[NBI_MLA_WARPS];
+    for (uint32_t i = threadIdx.x; i < NBI_MLA_THREADS; i += blockDim.x) {
+        float sum = 0;
+        for (uint32_t j = i; j < n; j += NBI_MLA_THREADS) sum = fmaf(x[j], x[j], sum);
+        sum = nbi_warp_sum(sum);
+        if (nbi_lane() == 0) sums[i / NBI_WARP] = sum;
+    }
+    __syncthreads();
+    float sum = 0;
+    for (uint32_t w = 0; w < NBI_MLA_WARPS; w++) sum += sums[w];
+    __syncthreads(); /* for the next call */
+    return sum;
+}
+
+NBI_DEV void nbi_mla_append_latent(const nbi_mla_rows &a, size_t t)
+{
+    const float *kv = a.kv + t * a.kv_stride;
+    const float r = 1.0f / sqrtf(nbi_mla_square_sum(kv, a.lora) / (float)a.lora + a.eps);
+    const uint32_t p = (uint32_t)a.pos[t];
+    const size_t page = nbi_kv_page(a.page_table, a.page_stride, a.row_seq[t], p);
+    size_t at = (page * NBI_PAGE_TOKENS + p % NBI_PAGE_TOKENS) * (a.lora + a.rope_dim);
+    void *key = a.latent;
+    if (a.codes) {
+        const float *norm = a.norm;
+        uint8_t *to = static_cast<uint8_t *>(a.latent) +
+                      (page * NBI_PAGE_TOKENS + p % NBI_PAGE_TOKENS) * (size_t)a.shape.slot;
+        nbi_codes_store(to, reinterpret_cast<float *>(to + a.shape.scales), a.lora,
+                        threadIdx.x / NBI_WARP, blockDim.x / NBI_WARP,
+                        [=](uint32_t i) { return kv[i] * r * norm[i]; });
+        key = to + a.shape.tail;
+        at = 0;
+    } else {
+        for (uint32_t i = threadIdx.x; i < a.lora; i += blockDim.x)
+            nbi_kv_store(a.latent, at + i, a.bf16, kv[i] * r * a.norm[i]);
+        at += a.lora;
+    }
+    for (uint32_t i = threadIdx.x; i < a.rope_dim / 2; i += blockDim.x) {
+        uint32_t iu, iv;
+        nbi_rope_pair(a.rope, i, &iu, &iv);
+        float u = kv[a.lora + iu], v = kv[a.lora + iv];
+        nbi_rope_turn(a.rope, t, i, &u, &v);
+        nbi_kv_store(key, at + iu, a.bf16, u);
+        nbi_kv_store(key, at + iv, a.bf16, v);
+    }
+}
+
+/* ---------------------------------------------------------------- products */
+
+/* Rows [first, first + n_rows) of the batch; x is queries or latent sums, y the other. */
+struct nbi_mla_product {
+    const float *x;
+    float *y;
+    const void *w; /* kv_b */
+    float scale;
+    uint32_t n_rows, n_heads, nope, rope_dim, v, lora;
+    bool halves; /* 16 bits of x and y will do */
+};
+
+/* The same products for BF16 kv_b with sides in sixteens: 8 or 32 rows of the batch share what is
+ * read of kv_b, with the same bits. Rows go in as two BF16 halves. Shared memory: a row of halves
+ * is 32 values longer, so that reads of 16 bytes by four lanes of two rows hit all banks. */
+#define NBI_MLA_PAD 32u
+
+/* Rows [r0, r0 + 8 NT) of x (row stride x_row), the first k values, in halves. */
+template <int NT>
+NBI_DEV void nbi_mla_halves(const float *x, size_t x_row, uint32_t n, uint32_t k, uint16_t *hi,
+                            uint16_t *lo)
+{
+    const uint32_t pairs = k / 2, stride = k + NBI_MLA_PAD;
+    for (uint32_t i = threadIdx.x; i < 8 * NT * pairs; i += blockDim.x) {
+        const uint32_t r = i / pairs, c = i % pairs * 2;
+        const float u = r < n ? x[r * x_row + c] : 0, v = r < n ? x[r * x_row + c + 1] : 0;
+        nbi_halves(u, v, reinterpret_cast<uint32_t *>(hi + r * stride + c),
+                   reinterpret_cast<uint32_t *>(lo + r * stride + c));
+    }
+}
+
+/* A product's k-steps go to so many sums in turn: matrix units take 30 clocks until a sum can be
+ * added to. */
+#define NBI_MLA_SUMS 4
+
+/* d: values m0 + g, m0 + g + 8 of rows 8 j + 2t, + 1; out has `most` values per row. */
+template <int NT>
+NBI_DEV void nbi_mla_store(const float d[NBI_MLA_SUMS][NT][4], float *y, size_t y_row, uint32_t n,
+                           uint32_t m0, uint32_t most, float scale)
+{
+    const uint32_t g = nbi_lane() / 4, t = nbi_lane() % 4;
+#pragma unroll
+    for (uint32_t j = 0; j < NT; j++)
+#pragma unroll
+        for (uint32_t i = 0; i < 4; i++) {
+            const uint32_t r = 8 * j + 2 * t + i % 2, m = m0 + g + i / 2 * 8;
+            const float sum = (d[0][j][i] + d[1][j][i]) + (d[2][j][i] + d[3][j][i]);
+            if (r < n && m < most) y[r * y_row + m] = sum * scale;
+        }
+}
+
+template <int NT> inline size_t nbi_mla_absorb_shared(uint32_t nope, uint32_t columns)
+{
+    return (nope * (columns + 8) + 2 * 8 * NT * (nope + NBI_MLA_PAD)) * sizeof(uint16_t);
+}
+
+/* The rotated part of the queries behind what was absorbed; turned here with APPEND. */
+template <bool APPEND>
+NBI_DEV void nbi_mla_copy_rope(const nbi_mla_product &a, const nbi_mla_rows &n, const float *x,
+                               size_t x_row, float *y, size_t y_row, uint32_t r0, uint32_t n_rows)
+{
+    const uint32_t half = a.rope_dim / 2;
+    for (uint32_t i = threadIdx.x; i < n_rows * half; i += blockDim.x) {
+        const uint32_t r = i / half, j = i % half;
+        uint32_t iu = 2 * j, iv = 2 * j + 1;
+        if (APPEND) nbi_rope_pair(n.rope, j, &iu, &iv);
+        float u = x[r * x_row + a.nope + iu], v = x[r * x_row + a.nope + iv];
+        if (APPEND) nbi_rope_turn(n.rope, r0 + r, j, &u, &v);
+        y[r * y_row + a.lora + iu] = u;
+        y[r * y_row + a.lora + iv] = v;
+    }
+}
+
+/* ql = qn . W_UK for one head, COLUMNS columns from col0 on, 16 a warp, and 8 NT rows from r0 on.
+ * APPEND: queries are not turned yet. Waits for the kernel before. */
+template <int NT, bool APPEND, uint32_t COLUMNS>
+NBI_DEV void nbi_mla_absorb(const nbi_mla_product &a, const nbi_mla_rows &append, uint32_t h,
+                            uint32_t col0, uint32_t r0)
+{
+    constexpr uint32_t ROW = COLUMNS + 8;
+    const uint32_t lane = nbi_lane(), own = threadIdx.x / NBI_WARP * 16;
+    uint16_t *w = nbi_shared<uint16_t>(); /* [nope][ROW] */
+    uint16_t *hi = w + a.nope * ROW, *lo = hi + 8 * NT * (a.nope + NBI_MLA_PAD);
+    const uint16_t *from = static_cast<const uint16_t *>(a.w) + (size_t)h * (a.nope + a.v) * a.lora;
+    for (uint32_t i = threadIdx.x; i < a.nope * (COLUMNS / 8); i += blockDim.x) {
+        const uint32_t row = i / (COLUMNS / 8), c = i % (COLUMNS / 8) * 8;
+        const bool take = col0 + c < a.lora;
+        nbi_copy_async(w + row * ROW + c, take ? from + (size_t)row * a.lora + col0 + c : from,
+                       take);
+    }
+    nbi_copy_commit();
+    nbi_wait_before();
+    nbi_let_next();
+    const uint32_t n = a.n_rows - r0 < 8 * NT ? a.n_rows - r0 : 8 * NT;
+    const uint32_t head = a.nope + a.rope_dim, width = a.lora + a.rope_dim;
+    const float *x = a.x + ((size_t)r0 * a.n_heads + h) * head;
+    float *y = a.y + ((size_t)r0 * a.n_heads + h) * width;
+    const size_t x_row = (size_t)a.n_heads * head, y_row = (size_t)a.n_heads * width;
+    nbi_mla_halves<NT>(x, x_row, n, a.nope, hi, lo);
+    nbi_copy_wait<0>();
+    __syncthreads();
+    float d[NBI_MLA_SUMS][NT][4] = {};
+    const uint32_t stride = a.nope + NBI_MLA_PAD;
+    const uint16_t *w_at = w + ((lane & 7) + (lane >> 4) * 8) * ROW + own + (lane >> 3 & 1) * 8;
+    for (uint32_t k0 = 0; k0 < a.nope; k0 += 16 * NBI_MLA_SUMS)
+#pragma unroll
+        for (uint32_t i = 0; i < NBI_MLA_SUMS; i++) {
+            const uint32_t k = k0 + 16 * i;
+            if (k >= a.nope) break;
+            uint32_t f[4];
+            nbi_ldmatrix_trans(f, w_at + k * ROW);
+#pragma unroll
+            for (uint32_t j = 0; j < NT; j++) {
+                const uint32_t at = (8 * j + lane / 4) * stride + k + lane % 4 * 2;
+                const uint32_t b_hi[2] = {*reinterpret_cast<uint32_t *>(hi + at),
+                                          *reinterpret_cast<uint32_t *>(hi + at + 8)};
+                const uint32_t b_lo[2] = {*reinterpret_cast<uint32_t *>(lo + at),
+                                          *reinterpret_cast<uint32_t *>(lo + at + 8)};
+                nbi_mma_bf16(d[i][j], f, b_hi);
+                nbi_mma_bf16(d[i][j], f, b_lo);
+            }
+        }
+    nbi_mla_store<NT>(d, y, y_row, n, col0 + own, a.lora, a.scale);
+    if (col0 == 0) nbi_mla_copy_rope<APPEND>(a, append, x, x_row, y, y_row, r0, n);
+}
