@@ -41,6 +41,8 @@ const nbi_st_tensor *nbi_checkpoint_at(const nbi_checkpoint *checkpoint,
 size_t nbi_checkpoint_index(const nbi_checkpoint *checkpoint, const nbi_st_tensor *tensor);
 size_t nbi_checkpoint_files(const nbi_checkpoint *checkpoint);
 const char *nbi_checkpoint_file(const nbi_checkpoint *checkpoint, uint32_t file); /* base name */
+/* Where a tensor of this checkpoint begins in its file. */
+uint64_t nbi_checkpoint_offset(const nbi_checkpoint *checkpoint, const nbi_st_tensor *tensor);
 const char *nbi_checkpoint_dir(const nbi_checkpoint *checkpoint); /* as given to open */
 uint64_t nbi_checkpoint_bytes(const nbi_checkpoint *checkpoint);  /* data of all tensors */
 

@@ -376,6 +376,12 @@ size_t nbi_checkpoint_files(const nbi_checkpoint *checkpoint)
     return checkpoint->n_files;
 }
 
+uint64_t nbi_checkpoint_offset(const nbi_checkpoint *checkpoint, const nbi_st_tensor *tensor)
+{
+    NB_ASSERT(tensor->file < checkpoint->n_files);
+    return (uint64_t)(tensor->data - checkpoint->files[tensor->file].map.data);
+}
+
 const char *nbi_checkpoint_file(const nbi_checkpoint *checkpoint, uint32_t file)
 {
     NB_ASSERT(file < checkpoint->n_files);

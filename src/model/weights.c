@@ -6,9 +6,11 @@
  * one device block at the end.
  */
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 
 #include "base/log.h"
+#include "format/st_ahead.h"
 #include "model/layer.h"
 #include "moe/tune_file.h"
 
@@ -20,7 +22,8 @@ typedef struct loader {
     const nbi_model_options *opt;
     nbi_pool *pool; /* checks scales */
     uint64_t done_bytes, total_bytes;
-    nbi_part part; /* what load_linear() loads belongs to it */
+    nbi_st_ahead *ahead; /* units as unit_of() has them; NULL: nothing is read ahead */
+    nbi_part part;       /* what load_linear() loads belongs to it */
     char prefix[96];
 } loader;
 
@@ -512,12 +515,57 @@ static nb_status load_moe(loader *ld, nbi_moe_weights *w, uint32_t layer, bool c
                     counted, err);
 }
 
+/* ---------------------------------------------------------------- reading ahead */
+
+#define LAYERS "model.layers."
+
+/* 0: what is outside of layers; 1 + layer. */
+static uint32_t unit_of(void *user, const nbi_st_tensor *t)
+{
+    static const char *const outside[] = {"model.embed_tokens.", "lm_head.", "model.norm."};
+    const nbi_model *m = user;
+    if (nbi_split_foreign(&m->split, t->name)) return NBI_ST_NONE;
+    if (strncmp(t->name, LAYERS, sizeof LAYERS - 1) == 0) {
+        const unsigned long layer = strtoul(t->name + sizeof LAYERS - 1, NULL, 10);
+        return layer < m->n_layers + m->has_mtp ? (uint32_t)layer + 1 : NBI_ST_NONE;
+    }
+    for (size_t i = 0; i < sizeof outside / sizeof *outside; i++)
+        if (strncmp(t->name, outside[i], strlen(outside[i])) == 0) return 0;
+    return NBI_ST_NONE;
+}
+
+/* Weights that stay mapped and are more than the memory would push each other out. */
+static nb_status start_ahead(loader *ld, nb_error *err)
+{
+    const uint64_t room = nbi_memory_available();
+    if (!ld->m->b->ops->asynchronous && room && ld->total_bytes > room) return NB_OK;
+    const nbi_st_ahead_plan plan = {
+        .n_units = ld->m->n_layers + ld->m->has_mtp + 1, .unit_of = unit_of, .user = ld->m};
+    return nbi_st_ahead_start(&ld->ahead, ld->m->ckpt, &plan, err);
+}
+
+static nb_status need(loader *ld, uint32_t unit, nb_error *err)
+{
+    return ld->ahead ? nbi_st_ahead_need(ld->ahead, unit, err) : NB_OK;
+}
+
+static void stop_ahead(loader *ld)
+{
+    nbi_st_ahead_sum sum = {0};
+    nbi_st_ahead_stop(&ld->ahead, &sum);
+    if (!sum.read_bytes) return;
+    nbi_log(NB_LOG_INFO, "%s: %.2f GB of %.2f GB were not in the page cache, read at %.2f GB/s",
+            nbi_checkpoint_dir(ld->m->ckpt), (double)sum.read_bytes * 1e-9,
+            (double)sum.bytes * 1e-9, (double)sum.read_bytes * 1e-9 / sum.seconds);
+}
+
 /* ---------------------------------------------------------------- layers and the whole */
 
 static nb_status load_layer(loader *ld, nbi_layer *layer, uint32_t index, nb_error *err)
 {
     const nbi_config *c = &ld->m->config;
     bool counted = index < c->n_layers;
+    NB_TRY(need(ld, index + 1, err));
     snprintf(ld->prefix, sizeof ld->prefix, "model.layers.%u.", index);
     layer->sparse = c->layer_sparse[index];
     const bool attends = ld->m->split.heads.n > 0;
@@ -579,6 +627,7 @@ static nb_status load_all(loader *ld, nb_error *err)
     nbi_model *m = ld->m;
     const nbi_config *c = &m->config;
     ld->part = NBI_PART_EMBEDDING;
+    NB_TRY(need(ld, 0, err));
     NB_TRY(load_part(ld, &m->embed, "model.embed_tokens", c->vocab, c->hidden, CUT_ROWS,
                      m->split.vocab, false, err));
     NB_TRY(load_head(ld, err));
@@ -593,7 +642,9 @@ nb_status nbi_model_load_weights(nbi_model *m, const nbi_model_options *opt, nb_
     loader ld = {
         .m = m, .opt = opt, .total_bytes = nbi_split_bytes(&m->split, &m->config, m->ckpt)};
     if (opt->verify_scales) NB_TRY(nbi_pool_create(&ld.pool, 0, err));
-    nb_status st = load_all(&ld, err);
+    nb_status st = start_ahead(&ld, err);
+    if (st == NB_OK) st = load_all(&ld, err);
+    stop_ahead(&ld);
     nbi_pool_destroy(&ld.pool);
     return st;
 }

@@ -8,7 +8,7 @@
 #include <time.h>
 #include <unistd.h>
 
-#include "format/safetensors.h"
+#include "format/st_ahead.h"
 #include "scratch.h"
 
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
@@ -440,6 +440,139 @@ static void many_tensors(void **state)
     scratch_remove(dir);
 }
 
+/* ---- reading ahead */
+
+#define BIG  (3 * NBI_ST_PIECE + 12345) /* bytes of a tensor */
+#define FAR  (2 * NBI_ST_GAP)           /* of one that nobody wants */
+#define NEAR 100
+#define SEEN 64
+
+/* What was read, in order. */
+typedef struct pieces {
+    struct {
+        uint32_t file;
+        uint64_t at, bytes;
+    } of[SEEN];
+    size_t n;
+} pieces;
+
+static void note_piece(void *user, uint32_t file, uint64_t at, uint64_t bytes)
+{
+    pieces *p = user;
+    assert_true(p->n < SEEN);
+    p->of[p->n].file = file;
+    p->of[p->n].at = at;
+    p->of[p->n++].bytes = bytes;
+}
+
+/* "1.a": unit 1; "x": none. */
+static uint32_t unit_by_name(void *user, const nbi_st_tensor *t)
+{
+    (void)user;
+    return t->name[0] == 'x' ? NBI_ST_NONE : (uint32_t)(t->name[0] - '0');
+}
+
+/* Two files whose tensors belong to three units: file 0 has 2.b, x, 0.a, x, 1.a, (near) 1.c; file 1
+ * has 0.d, 1.e. */
+static nbi_checkpoint *open_units(char *dir)
+{
+    static const struct {
+        const char *name;
+        uint64_t bytes;
+    } tensors[] = {{"2.b", BIG},  {"x.0", FAR}, {"0.a", BIG},  {"x.1", FAR}, {"1.a", BIG},
+                   {"x.2", NEAR}, {"1.c", BIG}, {"x.fill", 0}, {"0.d", BIG}, {"1.e", BIG}};
+    nb_error err;
+    nbi_st_writer *w = NULL;
+    assert_int_equal(nbi_st_writer_create(&w, dir, 5 * BIG, &err), NB_OK);
+    for (size_t i = 0; i < sizeof tensors / sizeof *tensors; i++)
+        assert_int_equal(nbi_st_writer_add(w, tensors[i].name, NBI_U8, 1, &tensors[i].bytes, &err),
+                         NB_OK);
+    void *zeros = calloc(1, BIG);
+    assert_non_null(zeros);
+    for (size_t i = 0; i < sizeof tensors / sizeof *tensors; i++)
+        assert_int_equal(nbi_st_writer_data(w, zeros, tensors[i].bytes, &err), NB_OK);
+    free(zeros);
+    assert_int_equal(nbi_st_writer_finish(w, &err), NB_OK);
+    nbi_st_writer_destroy(&w);
+    nbi_checkpoint *c = NULL;
+    assert_int_equal(nbi_checkpoint_open(&c, dir, &err), NB_OK);
+    assert_int_equal(nbi_checkpoint_files(c), 2);
+    return c;
+}
+
+/* Do the pieces from *i on read [at, at + bytes) upwards, large but for the last? */
+static void expect_range(const pieces *p, size_t *i, uint32_t file, uint64_t at, uint64_t bytes)
+{
+    for (uint64_t done = 0; done < bytes; done += p->of[(*i)++].bytes) {
+        assert_true(*i < p->n);
+        assert_int_equal(p->of[*i].file, file);
+        assert_int_equal(p->of[*i].at, at + done);
+        const uint64_t left = bytes - done;
+        assert_int_equal(p->of[*i].bytes, left < NBI_ST_PIECE ? left : NBI_ST_PIECE);
+    }
+}
+
+static uint64_t offset_of(nbi_checkpoint *c, const char *name)
+{
+    return nbi_checkpoint_offset(c, nbi_checkpoint_peek(c, name));
+}
+
+/* C74: unit by unit, in each by file and offset, every wanted byte once and in large pieces; one
+ * unit ahead and no more. */
+static void read_in_order(void **state)
+{
+    (void)state;
+    char *dir = scratch_make();
+    nbi_checkpoint *c = open_units(dir);
+    pieces p = {.n = 0};
+    const nbi_st_ahead_plan plan = {
+        .n_units = 3, .unit_of = unit_by_name, .piece = note_piece, .user = &p};
+    nb_error err;
+    nbi_st_ahead *a = NULL;
+    assert_int_equal(nbi_st_ahead_start(&a, c, &plan, &err), NB_OK);
+    for (uint32_t u = 0; u < 3; u++) assert_int_equal(nbi_st_ahead_need(a, u, &err), NB_OK);
+    nbi_st_ahead_sum sum;
+    nbi_st_ahead_stop(&a, &sum);
+    size_t i = 0;
+    expect_range(&p, &i, 0, offset_of(c, "0.a"), BIG);
+    expect_range(&p, &i, 1, offset_of(c, "0.d"), BIG);
+    expect_range(&p, &i, 0, offset_of(c, "1.a"), 2 * BIG + NEAR); /* with the small gap */
+    expect_range(&p, &i, 1, offset_of(c, "1.e"), BIG);
+    expect_range(&p, &i, 0, offset_of(c, "2.b"), BIG);
+    assert_int_equal(i, p.n);
+    assert_int_equal(sum.bytes, 6 * BIG + NEAR);
+    assert_true(sum.read_bytes <= sum.bytes);
+
+    /* Unit 2 is not begun while unit 0 is used. */
+    p.n = 0;
+    assert_int_equal(nbi_st_ahead_start(&a, c, &plan, &err), NB_OK);
+    assert_int_equal(nbi_st_ahead_need(a, 0, &err), NB_OK);
+    nbi_st_ahead_stop(&a, NULL);
+    for (i = 0; i < p.n; i++) assert_false(p.of[i].file == 0 && p.of[i].at < offset_of(c, "0.a"));
+    nbi_checkpoint_close(&c);
+    scratch_remove(dir);
+}
+
+/* A file that was cut after its header was read is a sentence, not a signal. */
+static void cut_while_loading(void **state)
+{
+    (void)state;
+    char *dir = scratch_make();
+    nbi_checkpoint *c = open_units(dir);
+    const nbi_st_ahead_plan plan = {.n_units = 3, .unit_of = unit_by_name};
+    assert_int_equal(truncate(scratch_path(dir, nbi_checkpoint_file(c, 1)), 4096), 0);
+    nb_error err;
+    nbi_st_ahead *a = NULL;
+    assert_int_equal(nbi_st_ahead_start(&a, c, &plan, &err), NB_OK);
+    assert_int_equal(nbi_st_ahead_need(a, 0, &err), NB_IO);
+    assert_non_null(strstr(err.text, nbi_checkpoint_file(c, 1)));
+    assert_non_null(strstr(err.text, "shorter"));
+    assert_int_equal(nbi_st_ahead_need(a, 1, &err), NB_IO);
+    nbi_st_ahead_stop(&a, NULL);
+    nbi_checkpoint_close(&c);
+    scratch_remove(dir);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -454,6 +587,8 @@ int main(void)
         cmocka_unit_test(unfinished_leaves_nothing),
         cmocka_unit_test(resumed),
         cmocka_unit_test(many_tensors),
+        cmocka_unit_test(read_in_order),
+        cmocka_unit_test(cut_while_loading),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
