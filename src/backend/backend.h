@@ -326,7 +326,7 @@ typedef struct nbi_add_args {
  * with u = philox4x32-10(seed, counter) in [0, 1) walked down the sorted candidates. Ids >= n_valid
  * (padding rows of the head) are never chosen. Log-probabilities are of the untouched logits. */
 
-#define NBI_SAMPLE_GREEDY 1e-6f
+#define NBI_GREEDY_BELOW 1e-6f
 
 /* One token whose logit is changed. */
 typedef struct nbi_sample_adjust {

@@ -109,7 +109,7 @@ static bool only_ends(const nb_request *r, const uint32_t *mask)
 static int32_t candidates_of(const nbi_sample_row *row, bool constrained)
 {
     if (constrained || row->forced || row->n_logprobs >= 0 || row->n_adjust) return 0;
-    if (row->temperature < NBI_SAMPLE_GREEDY) return 1;
+    if (row->temperature < NBI_GREEDY_BELOW) return 1;
     return row->top_k > 0 && row->top_k < NBI_CANDIDATES_MAX ? row->top_k + 1 : 0;
 }
 

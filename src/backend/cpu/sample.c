@@ -354,7 +354,7 @@ static void sample_row(const nbi_sample_args *a, uint32_t r, sampler *s)
         return;
     }
     out->id =
-        row->temperature < NBI_SAMPLE_GREEDY ? argmax(logits, s->n, s->max) : choose_random(s, row);
+        row->temperature < NBI_GREEDY_BELOW ? argmax(logits, s->n, s->max) : choose_random(s, row);
     NB_ASSERT(out->id >= 0);
     out->logprob = row->n_logprobs >= 0
                        ? clamp_logprob((double)untouched(row, logits, out->id) - lse)

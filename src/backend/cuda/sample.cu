@@ -21,7 +21,6 @@
 #define VALUES      NBI_SAMPLE_VALUES
 #define BINS        NBI_SAMPLE_BINS
 #define ROUND       64u /* rows of one round */
-#define GREEDY      1e-6f
 #define LOGPROB_MIN (-9999.0f)
 #define VOCAB_MAX   (1u << 22) /* masses of that many tokens add up below 2^63 */
 
@@ -603,9 +602,9 @@ static void place_row(sampler *s, const nbi_sample_row *row, nbi_sample_request 
         r->n_top = row->n_logprobs < NBI_SAMPLE_TOP_MAX ? static_cast<uint32_t>(row->n_logprobs)
                                                         : NBI_SAMPLE_TOP_MAX;
     r->forced_id = row->forced_id;
-    r->mode = row->forced                 ? NBI_SAMPLE_FORCED
-              : row->temperature < GREEDY ? NBI_SAMPLE_GREEDY
-                                          : NBI_SAMPLE_DRAW;
+    r->mode = row->forced                           ? NBI_SAMPLE_FORCED
+              : row->temperature < NBI_GREEDY_BELOW ? NBI_SAMPLE_GREEDY
+                                                    : NBI_SAMPLE_DRAW;
     if (row->forced) return; /* its logits stay as they are */
     place_lists(s, row, r);
     if (r->mode == NBI_SAMPLE_GREEDY) return;
