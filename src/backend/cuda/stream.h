@@ -26,7 +26,8 @@
 #include "backend/cuda/tile.h"
 
 #define NBI_STREAM_TOKENS 16u
-#define NBI_STREAM_RING   (160u << 10) /* bytes at most */
+#define NBI_STREAM_RING   (160u << 10) /* bytes at most; of a block with many tiles 96 KB */
+#define NBI_STREAM_MANY   16u          /* tiles of a block */
 #define NBI_STREAM_STAGES 64u
 #define NBI_STREAM_WARPS  16u /* at most, and one that asks for weights */
 /* Units between two times of adding up, where a tile has fewer; of one token, whose sums are small,
@@ -83,7 +84,8 @@ inline uint32_t nbi_stream_ring(const nbi_stream_plan &p, uint32_t tiles, uint32
     const uint32_t all = shared_max > rest ? shared_max - rest : 0;
     uint32_t ring = tiles ? all : even > rest ? even - rest : 0;
     if (ring < 4 * p.stage_bytes) ring = all;
-    if (ring > NBI_STREAM_RING) ring = NBI_STREAM_RING;
+    const uint32_t most = tiles < NBI_STREAM_MANY ? NBI_STREAM_RING : 96u << 10;
+    if (ring > most) ring = most;
     const uint32_t stages = need > least ? need : least > 2 ? least : 2;
     return !tiles || ring / p.stage_bytes < stages ? ring : stages * p.stage_bytes;
 }
