@@ -292,6 +292,7 @@ typedef struct nbi_clear_args {
 typedef struct nbi_sum_ranks_args {
     float *x;
     size_t n;
+    bool once; /* rmsnorm comes next and takes it as its delta, nobody else: x need not become it */
 } nbi_sum_ranks_args;
 
 /* Columns of all ranks side by side: out[t, first[k] + i] = in of rank k [t, i] for i below first[k
@@ -405,6 +406,7 @@ typedef struct nbi_backend_options {
     uint32_t local_rank;       /* GPU: which of those that are visible, counted in ranks; */
     uint32_t ranks_per_device; /* so many ranks to each (0: 1) */
     const char *exchange;      /* GPU: how sums go over ranks; NULL: "auto" */
+    bool apart_sums;           /* GPU: nothing else is under way beside a sum over ranks */
     uint32_t n_threads;        /* 0: all cores */
     bool w4a4;                 /* NVFP4 activations for NVFP4 weights that have an input scale */
     bool disable_graphs;       /* GPU: launch every operator of every step by itself */

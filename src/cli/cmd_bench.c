@@ -244,6 +244,7 @@ int nbi_cmd_bench(int argc, char **argv)
     b->backend.n_threads = engine.n_threads;
     b->backend.ranks_per_device = engine.ranks_per_gpu;
     b->backend.exchange = engine.gpu_exchange;
+    b->backend.apart_sums = engine.disable_single_batch_overlap;
     status = run(&a);
     nbi_comm_close(&b->ranks);
     return status;

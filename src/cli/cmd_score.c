@@ -160,7 +160,8 @@ static nb_status open_all(score *s, nb_error *err)
                               .w4a4 = !strcmp(s->activations, "w4a4"),
                               .disable_graphs = s->disable_graphs,
                               .ranks_per_device = s->ranks.per_gpu,
-                              .exchange = s->ranks.exchange};
+                              .exchange = s->ranks.exchange,
+                              .apart_sums = s->ranks.no_batch_overlap};
     nbi_dtype kv_dtype;
     NB_TRY(nbi_cpu_level_parse(&bo.cpu_level, s->cpu_level, err));
     NB_TRY(nbi_kv_dtype_parse(&kv_dtype, s->kv_dtype, err));

@@ -116,6 +116,7 @@ void nbi_ranks_apply(nbi_comm *comm, const nbi_ranks_options *o, nb_engine_optio
     engine->ep_size = o->ep_size;
     engine->ranks_per_gpu = o->per_gpu;
     engine->gpu_exchange = o->exchange;
+    engine->disable_single_batch_overlap = o->no_batch_overlap;
     if (o->crowded && !engine->n_threads) engine->n_threads = 1;
     if (nbi_ranks_follows(comm)) nbi_cli_log_follow(nbi_comm_rank(comm));
 }

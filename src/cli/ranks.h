@@ -12,7 +12,7 @@ typedef struct nbi_ranks_options {
     uint32_t tp_size, ep_size; /* --tp-size, --ep-size; 0: 1 */
     uint32_t per_gpu;          /* --ranks-per-gpu; 0: 1 */
     const char *exchange;      /* --gpu-exchange; NULL: auto */
-    bool no_batch_overlap;     /* --disable-single-batch-overlap: there is none */
+    bool no_batch_overlap;     /* --disable-single-batch-overlap */
     bool crowded;              /* out: more ranks than cores on this host */
 } nbi_ranks_options;
 
@@ -29,7 +29,8 @@ typedef struct nbi_ranks_options {
          NBI_OPT_FLAG,                                                                            \
          &(o)->no_batch_overlap,                                                                  \
          NULL,                                                                                    \
-         "accepted, changes nothing: operators of a batch run one\nafter the other",              \
+         "on GPUs: nothing begins before a sum over ranks has ended,\nand no norm takes one "     \
+         "along",                                                                                 \
          false},                                                                                  \
         {"tensor-parallel-size", NBI_OPT_U32, &(o)->tp_size, "N", "the same", false},             \
         {"ranks-per-gpu",                                                                         \

@@ -136,7 +136,8 @@ static nb_status open_backend(nb_engine *e, nbi_kv_asked *asked, nb_error *err)
     nbi_backend_options bo = {.n_threads = e->options.n_threads,
                               .disable_graphs = e->options.disable_cuda_graph,
                               .ranks_per_device = e->options.ranks_per_gpu,
-                              .exchange = e->options.gpu_exchange};
+                              .exchange = e->options.gpu_exchange,
+                              .apart_sums = e->options.disable_single_batch_overlap};
     nbi_comm_device(e->options.ranks, &bo);
     NB_TRY(nbi_cpu_level_parse(&bo.cpu_level, e->options.cpu_level, err));
     NB_TRY(parse_activations(&bo.w4a4, e->options.activations, err));

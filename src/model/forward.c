@@ -174,14 +174,14 @@ typedef struct step {
     nb_error *err;
 } step;
 
-/* What every rank has a part of becomes the sum: x, n values. */
-static void sum_ranks(step *s, void *x, size_t n)
+/* What every rank has a part of becomes the sum: x, n values. once: for the norm behind it. */
+static void sum_ranks(step *s, void *x, size_t n, bool once)
 {
     if (!s->m->comm || s->status != NB_OK) return;
     nbi_timing *t = s->b->timing;
     if (t) nbi_timing_collective_begin(t);
     if (s->b->ops->sum_ranks)
-        s->b->ops->sum_ranks(s->b, &(nbi_sum_ranks_args){.x = x, .n = n});
+        s->b->ops->sum_ranks(s->b, &(nbi_sum_ranks_args){.x = x, .n = n, .once = once});
     else
         s->status = nbi_comm_sum(s->m->comm, x, n, s->err);
     if (t)
@@ -469,14 +469,14 @@ static void decoder_layer(step *s, uint32_t index, const nbi_kv_layer *cache)
     } else {
         gqa(s, layer, cache);
     }
-    sum_ranks(s, s->ws->delta, values);
+    sum_ranks(s, s->ws->delta, values, true);
     residual_norm(s, layer->post_norm, s->ws->xn, index, NBI_WHERE_POST_NORM);
     if (layer->sparse) {
         moe(s, &layer->moe);
     } else {
         mlp(s, s->ws->delta, s->ws->xn, &layer->mlp);
     }
-    sum_ranks(s, s->ws->delta, values);
+    sum_ranks(s, s->ws->delta, values, true);
 }
 
 /* Embeds the rows into x and computes their rotations. */
@@ -490,7 +490,7 @@ static void embed_rows(step *s)
                                                  .first = s->m->split.vocab.first,
                                                  .part_of = s->m->comm != NULL,
                                                  .batch = s->batch});
-    sum_ranks(s, s->x, (size_t)s->batch->n_rows * s->c->hidden);
+    sum_ranks(s, s->x, (size_t)s->batch->n_rows * s->c->hidden, false);
     const nbi_rope_config *r = &s->c->rope;
     s->b->ops->rope_table(s->b, &(nbi_rope_table_args){.cos = s->ws->cos,
                                                        .sin = s->ws->sin,

@@ -1,6 +1,6 @@
 /* Sums over ranks on the device: several processes of this host, each with a device, or all with
  * one where there is one only. Every form of the exchange gives the bits of the sum in the order of
- * ranks. With --bench: what sums of recorded steps take. */
+ * ranks. With --bench [EXCHANGE]: what sums, and norms behind them, take in recorded steps. */
 #include <unistd.h>
 
 #include "backend/nccl_api.h"
@@ -143,6 +143,62 @@ static uint32_t check_steps(nbi_backend *b, nbi_comm *comm, float *x, float *hos
     return wrong;
 }
 
+/* A norm that takes the sum of its delta along, against both apart: the same bits. */
+static uint32_t check_norm(nbi_backend *b, nbi_comm *comm, float *host, uint32_t rows,
+                           uint32_t width)
+{
+    const uint32_t n = rows * width, rank = nbi_comm_rank(comm);
+    float *x = b->ops->alloc(b, 5 * (size_t)n * sizeof *x), *delta = x + n, *x_out = delta + n,
+          *out = x_out + n, *weight = out + n;
+    float *apart = malloc(2 * (size_t)n * sizeof *apart);
+    uint32_t wrong = !x || !apart;
+    nb_error err = {0};
+    for (uint32_t turn = 0; turn < 3 && !wrong; turn++) {
+        for (uint32_t once = 0; once < 2; once++) {
+            for (uint32_t i = 0; i < n; i++) host[i] = value(9, turn, i);
+            b->ops->upload(b, x, host, n * sizeof *x);
+            b->ops->upload(b, weight, host, width * sizeof *x);
+            for (uint32_t i = 0; i < n; i++) host[i] = value(rank, turn, i);
+            b->ops->upload(b, delta, host, n * sizeof *x);
+            b->ops->sum_ranks(b, &(nbi_sum_ranks_args){.x = delta, .n = n, .once = once});
+            b->ops->rmsnorm(b, &(nbi_rmsnorm_args){.out = out,
+                                                   .x = x,
+                                                   .x_out = x_out,
+                                                   .delta = delta,
+                                                   .weight = weight,
+                                                   .eps = 1e-5f,
+                                                   .n_rows = rows,
+                                                   .width = width,
+                                                   .x_stride = width,
+                                                   .out_stride = width});
+            rank_must(b->ops->sync(b, &err), &err);
+            b->ops->download(b, once ? host : apart, x_out, 2 * (size_t)n * sizeof *x);
+        }
+        wrong += memcmp(host, apart, 2 * (size_t)n * sizeof *host) != 0;
+    }
+    if (wrong) fprintf(stderr, "a norm of %u x %u with its sum differs\n", rows, width);
+    b->ops->release(b, x, 5 * (size_t)n * sizeof *x);
+    free(apart);
+    return wrong;
+}
+
+/* A sum for a norm that does not come is made all the same. */
+static uint32_t check_no_norm(nbi_backend *b, nbi_comm *comm, float *x, float *host)
+{
+    const uint32_t n = 1024;
+    uint32_t wrong = 0;
+    for (uint32_t i = 0; i < n; i++) host[i] = value(nbi_comm_rank(comm), 5, i);
+    b->ops->upload(b, x, host, n * sizeof *x);
+    b->ops->sum_ranks(b, &(nbi_sum_ranks_args){.x = x, .n = n, .once = true});
+    b->ops->download(b, host, x, n * sizeof *x);
+    for (uint32_t i = 0; i < n; i++) {
+        const float want = sum_value(nbi_comm_size(comm), 5, i);
+        wrong += memcmp(&want, &host[i], sizeof want) != 0;
+    }
+    if (wrong) fprintf(stderr, "%u values of a sum without its norm are wrong\n", wrong);
+    return wrong;
+}
+
 static int body(nbi_comm *comm, const void *user)
 {
     static const uint32_t lengths[] = {1, 511, 512, 513, 6144, 31107, MOST - 1, 2};
@@ -156,6 +212,12 @@ static int body(nbi_comm *comm, const void *user)
     if (!wrong) wrong += check_join(b, comm, x, host, 701);
     if (!wrong) wrong += check_join(b, comm, x, host, 40);
     if (!wrong) wrong += check_steps(b, comm, x, host);
+    if (!wrong) wrong += check_norm(b, comm, host, 1, 6144);
+    if (!wrong) wrong += check_norm(b, comm, host, 1, 300);
+    if (!wrong) wrong += check_norm(b, comm, host, 5, 2048);
+    if (!wrong) wrong += check_norm(b, comm, host, 31, 516);
+    if (!wrong) wrong += check_norm(b, comm, host, 2, 301); /* not by packets */
+    if (!wrong) wrong += check_no_norm(b, comm, x, host);
     b->ops->release(b, x, MOST * sizeof *x);
     nbi_backend_close(&b);
     free(host);
@@ -258,29 +320,83 @@ static void test_nccl(void **state)
 
 /* ---------------------------------------------------------------- --bench */
 
+enum { ROUNDS = 100, REPLAYS = 20 };
+
+/* One of the ways to end an attention or experts, `ROUNDS` times in a step: the sum alone; the sum
+ * and the norm of it; the norm alone. */
+enum work { SUM, SUM_NORM, NORM, WORKS };
+
+static void call(nbi_backend *b, float *x, uint32_t n, enum work work, uint32_t round)
+{
+    const size_t side = round % 2 ? (size_t)n : 0;
+    if (work != NORM) b->ops->sum_ranks(b, &(nbi_sum_ranks_args){.x = x, .n = n, .once = true});
+    if (work == SUM) return;
+    const uint32_t rows = n > 6144 ? n / 6144 : 1;
+    b->ops->rmsnorm(b, &(nbi_rmsnorm_args){.out = x + 3 * (size_t)n,
+                                           .x = x + n + side,
+                                           .x_out = x + 2 * (size_t)n - side,
+                                           .delta = x,
+                                           .weight = x + 4 * (size_t)n,
+                                           .eps = 1e-5f,
+                                           .n_rows = rows,
+                                           .width = n / rows,
+                                           .x_stride = n / rows,
+                                           .out_stride = n / rows});
+}
+
+/* Microseconds of one, in a step that was recorded. */
+static double time_step(nbi_backend *b, float *x, uint32_t n, enum work work)
+{
+    const int32_t ids[1] = {0}, pos[1] = {0}, row_seq[1] = {0}, seq_first[2] = {0, 1},
+                  seq_len[1] = {1}, pages[1] = {0}, none[1] = {0};
+    int32_t fault[1] = {0};
+    const nbi_batch batch = {.n_rows = 1,
+                             .n_seqs = 1,
+                             .page_stride = 1,
+                             .max_len = 1,
+                             .ids = ids,
+                             .pos = pos,
+                             .row_seq = row_seq,
+                             .seq_first = seq_first,
+                             .seq_len = seq_len,
+                             .page_table = pages,
+                             .logit_rows = none,
+                             .row_fault = fault};
+    static uint32_t pass;
+    uint64_t begin = 0;
+    nb_error err = {0};
+    pass++; /* another list of calls */
+    for (uint32_t i = 0; i < 3 + REPLAYS; i++) {
+        const nbi_batch *device;
+        if (i == 3) {
+            rank_must(b->ops->sync(b, &err), &err);
+            begin = nbi_now_ns();
+        }
+        if (b->ops->step_begin(b, &batch, pass, &device))
+            for (uint32_t k = 0; k < ROUNDS; k++) call(b, x, n, work, k);
+        rank_must(b->ops->step_end(b, &err), &err);
+    }
+    rank_must(b->ops->sync(b, &err), &err);
+    return 1e-3 * (double)(nbi_now_ns() - begin) / (ROUNDS * REPLAYS);
+}
+
 static int bench(nbi_comm *comm, const void *user)
 {
-    enum { ROUNDS = 20 };
-    static const uint32_t rows[] = {1, 2, 4, 8, 16, 32, 64};
+    static const uint32_t kb[] = {4, 8, 12, 16, 24, 48, 96, 192, 384, 768, 1536, 6144, 24576};
+    static const char *const names[] = {"sum", "sum and norm", "norm"};
+    const bool staged = !strcmp(user, "staged");
     nbi_backend *b = open_device(comm, user);
-    const uint32_t most = 64 * 6144;
+    const size_t most = (size_t)5 * 24576 * 256;
     float *x = b->ops->alloc(b, most * sizeof *x);
-    nb_error err = {0};
-    for (uint32_t k = 0; k < sizeof rows / sizeof *rows; k++) {
-        const uint32_t n = rows[k] * 6144;
-        uint64_t begin = 0;
-        for (uint32_t i = 0; i <= ROUNDS; i++) {
-            if (i == 1) {
-                rank_must(b->ops->sync(b, &err), &err);
-                begin = nbi_now_ns();
-            }
-            b->ops->sum_ranks(b, &(nbi_sum_ranks_args){.x = x, .n = n});
+    if (!x) return 1;
+    for (uint32_t k = 0; k < sizeof kb / sizeof *kb; k++) {
+        for (uint32_t work = SUM; work < WORKS; work++) {
+            if ((kb[k] > 1536 || staged) && (work != SUM || (staged && kb[k] > 1536))) continue;
+            const double us = time_step(b, x, kb[k] * 256, (enum work)work);
+            if (nbi_comm_rank(comm) == 0)
+                printf("%s: %s of %u KB over %u ranks on %s: %.2f us\n", (const char *)user,
+                       names[work], kb[k], nbi_comm_size(comm), b->description, us);
         }
-        rank_must(b->ops->sync(b, &err), &err);
-        if (nbi_comm_rank(comm) == 0)
-            printf("%s: sum of %u KB over %u ranks on %s: %.1f us\n", (const char *)user, n / 256,
-                   nbi_comm_size(comm), b->description,
-                   1e-3 * (double)(nbi_now_ns() - begin) / ROUNDS);
     }
     b->ops->release(b, x, most * sizeof *x);
     nbi_backend_close(&b);
@@ -294,7 +410,9 @@ int main(int argc, char **argv)
         cmocka_unit_test(test_refused),  cmocka_unit_test(test_nccl),
     };
     for (uint32_t n = 2; n <= 4; n++) per_device[n] = ranks_per_device(n);
+    if (argc > 2 && !strcmp(argv[1], "--bench")) return (int)ranks_run(2, bench, argv[2]);
     if (argc > 1 && !strcmp(argv[1], "--bench"))
-        return (int)(ranks_run(2, bench, "one-shot") + ranks_run(2, bench, "staged"));
+        return (int)(ranks_run(2, bench, "one-shot") + ranks_run(2, bench, "nccl") +
+                     ranks_run(2, bench, "staged"));
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

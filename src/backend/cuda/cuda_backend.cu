@@ -44,6 +44,7 @@ static nb_status cuda_open(nbi_backend **out, const nbi_backend_options *opt, nb
     c->base.w4a4 = opt && opt->w4a4;
     c->graphs = !(opt && opt->disable_graphs);
     c->ranks_per_device = each;
+    c->apart_sums = opt && opt->apart_sums;
     snprintf(c->exchange, sizeof c->exchange, "%s", opt && opt->exchange ? opt->exchange : "auto");
     c->rt.dependent = c->graphs && c->rt.sm >= 90;
     size_t free_bytes = 0, total = 0;
@@ -446,8 +447,8 @@ static uint64_t clock_launches(const nbi_backend *b, bool *waits)
 {
     const nbi_cuda *c = nbi_cuda_of(b);
     *waits = c->n_pending || c->norm_pending || c->router_pending || c->swiglu_pending ||
-             c->waiting.what != NBI_CUDA_WAITS_NOT || c->index.appends || c->index.weighs ||
-             c->index.selects;
+             c->sum_pending || c->waiting.what != NBI_CUDA_WAITS_NOT || c->index.appends ||
+             c->index.weighs || c->index.selects;
     return c->rt.n_calls;
 }
 
@@ -484,7 +485,6 @@ FLUSH(share_experts)
 FLUSH(own_experts)
 FLUSH(clear)
 FLUSH(gather)
-FLUSH(sum_ranks)
 FLUSH(join_ranks)
 FLUSH(sample)
 #undef FLUSH
@@ -528,7 +528,7 @@ const nbi_backend_ops nbi_cuda_ops = {
     .clear = flush_clear,
     .gather = flush_gather,
     .add = nbi_cuda_add_now,
-    .sum_ranks = flush_sum_ranks,
+    .sum_ranks = nbi_cuda_sum_ranks_later,
     .join_ranks = flush_join_ranks,
     .sample = flush_sample,
     .sync = cuda_sync,

@@ -65,6 +65,7 @@ struct nbi_cuda_converted {
 };
 
 struct nbi_cuda_ranks; /* cuda_ranks.h */
+struct nbi_peer_view;  /* cuda_peers.h */
 
 struct nbi_cuda {
     nbi_backend base;
@@ -106,6 +107,9 @@ struct nbi_cuda {
     nbi_linear_args router; /* the exact product behind the norm: waits for `route` */
     nbi_swiglu_args swiglu; /* what makes this x instead */
     bool norm_pending, router_pending, swiglu_pending;
+    const nbi_peer_view *norm_peers; /* the norm sums its delta over ranks; NULL */
+    nbi_sum_ranks_args sum;          /* for the norm behind it: alone, before all these */
+    bool sum_pending;
     nbi_cuda_waiting waiting;     /* the same; never beside these */
     nbi_cuda_index_waiting index; /* the same; beside all of them */
 
@@ -117,6 +121,7 @@ struct nbi_cuda {
     nbi_cuda_ranks *ranks; /* NULL: one rank */
     uint32_t ranks_per_device;
     char exchange[16];
+    bool apart_sums;
 };
 
 static inline nbi_cuda *nbi_cuda_of(nbi_backend *b)
@@ -175,7 +180,6 @@ void nbi_cuda_rmsnorm_later(nbi_backend *b, const nbi_rmsnorm_args *a);
 /* elementwise.cu */
 void nbi_cuda_embed(nbi_backend *b, const nbi_embed_args *a);
 void nbi_cuda_rope_table(nbi_backend *b, const nbi_rope_table_args *a);
-void nbi_cuda_rmsnorm(nbi_backend *b, const nbi_rmsnorm_args *a);
 void nbi_cuda_swiglu(nbi_backend *b, const nbi_swiglu_args *a);
 void nbi_cuda_share_experts(nbi_backend *b, const nbi_share_experts_args *a);
 void nbi_cuda_own_experts(nbi_backend *b, const nbi_own_experts_args *a);
@@ -196,11 +200,20 @@ double nbi_cuda_read_bandwidth(nbi_backend *b, void *memory, size_t bytes);
 /* cuda_ranks.cu */
 nb_status nbi_cuda_join(nbi_backend *b, const nbi_rank_link *link, nb_error *err);
 void nbi_cuda_sum_ranks(nbi_backend *b, const nbi_sum_ranks_args *a);
+void nbi_cuda_sum_ranks_later(nbi_backend *b, const nbi_sum_ranks_args *a); /* linear.cu */
 void nbi_cuda_join_ranks(nbi_backend *b, const nbi_join_ranks_args *a);
 /* route.cu, sample.cu */
 void nbi_cuda_route(nbi_backend *b, const nbi_route_args *a);
 void nbi_cuda_sample(nbi_backend *b, const nbi_sample_args *a);
 }
+
+/* elementwise.cu. peers: delta is summed over ranks in the same launch; NULL. The bits are those of
+ * separate calls. */
+void nbi_cuda_rmsnorm(nbi_cuda *c, const nbi_rmsnorm_args *a, const nbi_peer_view *peers);
+bool nbi_cuda_norm_sums(const nbi_cuda *c, const nbi_rmsnorm_args *a,
+                        const nbi_sum_ranks_args *sum);
+/* What norms sum n values by; NULL: they do not. */
+const nbi_peer_view *nbi_cuda_peers_of_norms(const nbi_cuda *c, size_t n);
 
 /* What a sum over ranks met, behind a wait. */
 nb_status nbi_cuda_ranks_status(nbi_cuda *c, nb_error *err);

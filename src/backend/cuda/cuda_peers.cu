@@ -1,26 +1,21 @@
-/* One-shot exchange over the memory of GPUs of one host. Callers: cuda_ranks.cu.
+/* One-shot exchange over the memory of GPUs of one host (cuda_peers.h). Callers: cuda_ranks.cu.
  *
- * Every rank has a buffer that the others write to: for each of them, and for each of two turns,
- * room for CHUNKS chunks. A chunk is what a block does at a time: a packet of two values and the
- * number of the exchange (its epoch) twice for each thread, as in NCCL's LL protocol. A thread
- * sends its packet to all others, then looks for theirs at its own place until they carry the
- * epoch. So nothing has to be cleared and nobody has to be told.
- *
- * Turns alternate with the epoch, which is counted for each chunk on the device: recorded steps
- * count on. A packet of epoch e may overwrite that of e - 2: its sender has seen the receiver's
- * packet of e - 1, which was sent by a kernel behind the one that took e - 2.
+ * A chunk is what a block does at a time, a packet for each thread. A thread sends its packet to
+ * all others, then looks for theirs at its own place until they carry the epoch. So nothing has to
+ * be cleared and nobody has to be told. Epochs are counted for each chunk on the device: recorded
+ * steps count on.
  *
  * A block sends all it has before it waits, so blocks that wait hold up nobody; of those of other
  * ranks it waits for the ones of the same chunks alone. */
 #include "backend/cuda/cuda_ranks.h"
+#include "backend/cuda/norm.h"
 
 #define THREADS     256u
 #define CHUNK       (2 * THREADS) /* values */
 #define CHUNKS      256u          /* of one exchange; more values go in pieces */
 #define PIECE       ((size_t)CHUNK * CHUNKS)
 #define TURN_BYTES  ((size_t)CHUNKS * THREADS * sizeof(nbi_u32x4))
-#define BLOCKS_EACH 4u    /* for each multiprocessor: all of a launch are there together */
-#define LOOKS       1024u /* at packets, between two at `stop` */
+#define BLOCKS_EACH 4u /* for each multiprocessor: all of a launch are there together */
 
 struct join_args {
     float *out;
@@ -32,15 +27,14 @@ struct join_args {
 
 static NBI_DEV nbi_u32x4 *place(char *buffer, uint32_t from, uint32_t epoch, uint32_t chunk)
 {
-    char *turn = buffer + (2 * from + (epoch & 1u)) * TURN_BYTES;
-    return reinterpret_cast<nbi_u32x4 *>(turn) + chunk * THREADS + threadIdx.x;
+    return nbi_peer_turn(buffer, from, epoch) + chunk * THREADS + threadIdx.x;
 }
 
 template <uint32_t N>
 static NBI_DEV void send(const nbi_peer_view &v, uint32_t chunk, float a, float b)
 {
     const uint32_t epoch = nbi_load_fresh(&v.epochs[chunk]) + 1;
-    const nbi_u32x4 packet = {{nbi_bits(a), epoch, nbi_bits(b), epoch}};
+    const nbi_u32x4 packet = nbi_peer_packet(a, b, epoch);
 #pragma unroll
     for (uint32_t r = 0; r < N; r++)
         if (r < v.size && r != v.rank)
@@ -59,9 +53,9 @@ static NBI_DEV void receive(const nbi_peer_view &v, uint32_t chunk, nbi_u32x4 (&
         for (uint32_t r = 0; r < N; r++) {
             if (r >= v.size || r == v.rank) continue;
             got[r] = nbi_packet_look(place(own, r, epoch, chunk));
-            all = all && got[r].v[1] == epoch && got[r].v[3] == epoch;
+            all = all && nbi_peer_is(got[r], epoch);
         }
-        if (all || ((NBI_EMULATED || looks % LOOKS == 0) && nbi_host_word(v.stop))) return;
+        if (all || nbi_peer_stops(v, looks)) return;
         nbi_spin();
     }
 }
@@ -183,9 +177,10 @@ void nbi_cuda_peers_join(nbi_cuda *c, const nbi_cuda_peers *p, const nbi_join_ra
 static nb_status share(nbi_cuda *c, nbi_cuda_peers *p, nbi_rt_handle *handle, nb_error *err)
 {
     char why[160];
-    p->bytes = 2 * p->view.size * TURN_BYTES;
+    p->bytes = 2 * 2 * p->view.size * NBI_TURN_BYTES; /* sums, and those that norms take along */
     p->view.stop = c->rt.stop;
-    p->view.epochs = static_cast<uint32_t *>(nbi_rt_alloc(&c->rt, CHUNKS * sizeof(uint32_t)));
+    p->view.epochs = static_cast<uint32_t *>(
+        nbi_rt_alloc(&c->rt, (CHUNKS + NBI_NORM_EPOCHS) * sizeof(uint32_t)));
     char *own = static_cast<char *>(nbi_rt_share(&c->rt, p->bytes, handle, why, sizeof why));
     p->view.buffers[p->view.rank] = own;
     if (!own) return nbi_fail(err, NB_UNSUPPORTED, "%s", why);
@@ -220,6 +215,10 @@ nb_status nbi_cuda_peers_open(nbi_cuda *c, nbi_cuda_peers *p, const nbi_rank_lin
     NB_TRY(link->agree(link->user, st, &mine, err));
     NB_TRY(link->gather(link->user, handles, &own, sizeof own, err));
     st = open_others(c, p, handles, &mine);
+    p->norms = p->view;
+    p->norms.epochs += CHUNKS;
+    for (uint32_t r = 0; r < p->view.size; r++)
+        if (p->norms.buffers[r]) p->norms.buffers[r] += p->bytes / 2;
     return link->agree(link->user, st, &mine, err);
 }
 

@@ -59,18 +59,42 @@ static void staged_join(nbi_cuda *c, const nbi_join_ranks_args *a)
 
 /* ---------------------------------------------------------------- operators */
 
+/* --disable-single-batch-overlap: launches of an exchange, and the one behind it. */
+static void begin_apart(nbi_cuda *c)
+{
+    if (c->apart_sums) c->rt.n_apart = UINT32_MAX;
+}
+
+static void end_apart(nbi_cuda *c)
+{
+    if (c->apart_sums) c->rt.n_apart = 1;
+}
+
 void nbi_cuda_sum_ranks(nbi_backend *b, const nbi_sum_ranks_args *a)
 {
     nbi_cuda *c = nbi_cuda_of(b);
     NB_ASSERT(c->ranks);
     if (!a->n) return;
     const nbi_cuda_ranks *r = c->ranks;
+    begin_apart(c);
     if (r->use_nccl && (!r->one_shot || a->n >= r->nccl_from))
         nbi_cuda_nccl_sum(c, &r->nccl, a->x, a->n);
     else if (r->one_shot)
         nbi_cuda_peers_sum(c, &r->peers, a->x, a->n);
     else
         staged_sum(c, a->x, a->n);
+    end_apart(c);
+}
+
+/* Blocks of ranks that share a GPU might not be there together. More than two ranks would want more
+ * registers than products have, or wait for one after the other. */
+const nbi_peer_view *nbi_cuda_peers_of_norms(const nbi_cuda *c, size_t n)
+{
+    const nbi_cuda_ranks *r = c->ranks;
+    NB_ASSERT(r);
+    if (!r->one_shot || r->link.size != 2 || c->apart_sums) return NULL;
+    if (r->use_nccl && n >= r->nccl_from) return NULL;
+    return NBI_EMULATED || c->ranks_per_device == 1 ? &r->peers.norms : NULL;
 }
 
 void nbi_cuda_join_ranks(nbi_backend *b, const nbi_join_ranks_args *a)
@@ -80,12 +104,14 @@ void nbi_cuda_join_ranks(nbi_backend *b, const nbi_join_ranks_args *a)
     if (!a->n_rows) return;
     const nbi_cuda_ranks *r = c->ranks;
     const size_t n = static_cast<size_t>(a->n_rows) * a->in_stride;
+    begin_apart(c);
     if (r->use_nccl && (!r->one_shot || n >= r->nccl_from))
         nbi_cuda_nccl_join(c, &r->nccl, a);
     else if (r->one_shot)
         nbi_cuda_peers_join(c, &r->peers, a);
     else
         staged_join(c, a);
+    end_apart(c);
 }
 
 nb_status nbi_cuda_ranks_status(nbi_cuda *c, nb_error *err)

@@ -7,21 +7,12 @@
 #pragma once
 
 #include "backend/cuda/cuda_backend.h"
+#include "backend/cuda/cuda_peers.h"
 #include "backend/nccl_api.h"
 
-#define NBI_PEERS_MAX 8u /* ranks of a one-shot exchange */
-
-/* What one-shot kernels need of it. */
-struct nbi_peer_view {
-    uint32_t rank, size;
-    const uint32_t *stop;
-    uint32_t *epochs;             /* [chunks] exchanges of that chunk so far */
-    char *buffers[NBI_PEERS_MAX]; /* where the other ranks' buffers lie here; the own one */
-};
-
 struct nbi_cuda_peers {
-    nbi_peer_view view;
-    size_t bytes; /* of a buffer */
+    nbi_peer_view view, norms; /* norms: of sums that norms take along, beside the others */
+    size_t bytes;              /* of a buffer, for both */
 };
 
 struct nbi_cuda_nccl_call;

@@ -110,8 +110,9 @@ void nbi_cuda_rope_table(nbi_backend *b, const nbi_rope_table_args *a)
 /* ---------------------------------------------------------------- RMSNorm */
 
 /* One block a row, a warp a chunk. It keeps its first HAS chunks, of the first also the weights; of
- * wider rows it reads the rest again. Weights are the model's and need no wait. */
-template <uint32_t HAS>
+ * wider rows it reads the rest again. Weights are the model's and need no wait. RANKS: of rows of
+ * one chunk a warp; a block sends its own row and waits for the same one of others. */
+template <uint32_t HAS, bool RANKS>
 static __global__ void __launch_bounds__(NBI_NORM_WARPS *NBI_WARP)
     rmsnorm_kernel(const nbi_norm_args a)
 {
@@ -124,21 +125,26 @@ static __global__ void __launch_bounds__(NBI_NORM_WARPS *NBI_WARP)
     nbi_let_next();
     float *x_out = a.x_out + static_cast<size_t>(t) * a.x_stride;
     float squares = 0;
+    const uint32_t epoch = RANKS ? nbi_norm_epoch(a) : 0;
 #pragma unroll
     for (uint32_t k = 0; k < HAS; k++) {
-        nbi_norm_take(&kept[k], a, t, first + k * step, a.vec);
+        if constexpr (RANKS)
+            nbi_norm_swap(&kept[k], a, t, first + k * step, epoch);
+        else
+            nbi_norm_take<false>(&kept[k], a, t, first + k * step, a.vec, 0);
         if (a.delta) kept[k].store(x_out, first + k * step, a.width, a.vec);
         squares = kept[k].squares(squares);
     }
     for (uint32_t i = first + HAS * step; i < a.width; i += step) {
         nbi_norm_part p;
-        nbi_norm_take(&p, a, t, i, a.vec);
+        nbi_norm_take<false>(&p, a, t, i, a.vec, 0);
         if (a.delta) p.store(x_out, i, a.width, a.vec);
         squares = p.squares(squares);
     }
     squares = nbi_warp_sum(squares);
     if (nbi_lane() == 0) parts[warp] = squares;
     __syncthreads();
+    if (RANKS && warp == 0) nbi_norm_count(a, epoch);
     squares = nbi_norm_sum(parts, n_warps);
     if (threadIdx.x == 0) nbi_norm_guard(a, t, squares);
     if (!a.out) return;
@@ -160,13 +166,24 @@ static __global__ void __launch_bounds__(NBI_NORM_WARPS *NBI_WARP)
     }
 }
 
-void nbi_cuda_rmsnorm(nbi_backend *b, const nbi_rmsnorm_args *a)
+void nbi_cuda_rmsnorm(nbi_cuda *c, const nbi_rmsnorm_args *a, const nbi_peer_view *peers)
 {
     if (!a->n_rows || !a->width) return;
     const uint32_t chunks = nbi_ceil_div(a->width, NBI_NORM_COLS);
     const uint32_t warps = chunks < NBI_NORM_WARPS ? chunks : NBI_NORM_WARPS;
-    nbi_launch(&nbi_cuda_of(b)->rt, dim3(a->n_rows), dim3(warps * NBI_WARP), 0,
-               chunks > NBI_NORM_WARPS ? rmsnorm_kernel<2> : rmsnorm_kernel<1>, nbi_norm_of(a));
+    const auto kernel = peers                     ? rmsnorm_kernel<1, true>
+                        : chunks > NBI_NORM_WARPS ? rmsnorm_kernel<2, false>
+                                                  : rmsnorm_kernel<1, false>;
+    nbi_launch(&c->rt, dim3(a->n_rows), dim3(warps * NBI_WARP), 0, kernel, nbi_norm_of(a, peers));
+}
+
+/* Whether the norm can take the sum of its delta along: exchanged by packets, in one piece. */
+bool nbi_cuda_norm_sums(const nbi_cuda *c, const nbi_rmsnorm_args *a, const nbi_sum_ranks_args *sum)
+{
+    const size_t n = static_cast<size_t>(a->n_rows) * a->width;
+    return a->delta == sum->x && n == sum->n && n <= 2 * NBI_TURN_PACKETS &&
+           a->n_rows <= NBI_NORM_EPOCHS && c->rt.n_sms <= static_cast<int>(NBI_NORM_EPOCHS) &&
+           a->width <= NBI_NORM_COLS * NBI_NORM_WARPS && nbi_norm_of(a, NULL).vec;
 }
 
 /* ---------------------------------------------------------------- SwiGLU */

@@ -40,15 +40,21 @@ static void do_pending(nbi_cuda *c, const nbi_add_args *add)
 {
     const uint32_t n = c->n_pending;
     const bool norm = c->norm_pending, router = c->router_pending, swiglu = c->swiglu_pending;
+    const nbi_peer_view *peers = norm ? c->norm_peers : NULL;
     c->n_pending = 0;
     c->norm_pending = c->router_pending = c->swiglu_pending = false;
-    const nbi_stream_around around = {norm ? &c->norm : NULL, swiglu ? &c->swiglu : NULL, add};
+    if (c->sum_pending) {
+        c->sum_pending = false;
+        nbi_cuda_sum_ranks(&c->base, &c->sum);
+    }
+    const nbi_stream_around around = {norm ? &c->norm : NULL, peers, swiglu ? &c->swiglu : NULL,
+                                      add};
     if (n && !norm && !swiglu && nbi_cuda_split_fits(c, c->pending, n))
         nbi_cuda_split_linear(c, c->pending, n, add);
     else if (n)
         nbi_cuda_stream_linear(c, c->pending, n, &around);
     else if (norm)
-        nbi_cuda_rmsnorm(&c->base, &c->norm);
+        nbi_cuda_rmsnorm(c, &c->norm, peers);
     else if (swiglu)
         nbi_cuda_swiglu(&c->base, &c->swiglu);
     if (router) run(c, &c->router);
@@ -79,23 +85,40 @@ void nbi_cuda_route_now(nbi_backend *b, const nbi_route_args *a)
     nbi_cuda *c = nbi_cuda_of(b);
     if (c->router_pending && nbi_cuda_router_fits(&c->router, a)) {
         c->norm_pending = c->router_pending = false;
-        nbi_cuda_router(c, &c->norm, &c->router, a);
+        nbi_cuda_router(c, &c->norm, &c->router, a, c->norm_peers);
         return;
     }
     nbi_cuda_flush(c);
     nbi_cuda_route(b, a);
 }
 
+/* A sum that only a norm wants waits for it. */
+void nbi_cuda_sum_ranks_later(nbi_backend *b, const nbi_sum_ranks_args *a)
+{
+    nbi_cuda *c = nbi_cuda_of(b);
+    nbi_cuda_flush(c);
+    if (a->once && a->n && nbi_cuda_peers_of_norms(c, a->n)) {
+        c->sum = *a;
+        c->sum_pending = true;
+        return;
+    }
+    nbi_cuda_sum_ranks(b, a);
+}
+
 /* A norm of few rows waits for the products of what it makes. */
 void nbi_cuda_rmsnorm_later(nbi_backend *b, const nbi_rmsnorm_args *a)
 {
     nbi_cuda *c = nbi_cuda_of(b);
+    const bool sums = c->sum_pending && nbi_cuda_norm_sums(c, a, &c->sum);
+    if (sums) c->sum_pending = false;
     nbi_cuda_flush(c);
+    const nbi_peer_view *peers = sums ? nbi_cuda_peers_of_norms(c, c->sum.n) : NULL;
     if (!nbi_cuda_norm_waits(c, a)) {
-        nbi_cuda_rmsnorm(b, a);
+        nbi_cuda_rmsnorm(c, a, peers);
         return;
     }
     c->norm = *a;
+    c->norm_peers = peers;
     c->norm_pending = true;
 }
 
@@ -138,7 +161,7 @@ void nbi_cuda_linear(nbi_backend *b, const nbi_linear_args *a)
 {
     nbi_cuda *c = nbi_cuda_of(b);
     if (c->waiting.what != NBI_CUDA_WAITS_NOT || c->index.appends || c->index.weighs ||
-        c->index.selects)
+        c->index.selects || c->sum_pending)
         nbi_cuda_flush(c);
     if (!a->n_rows || !nbi_cuda_packed_of(a->w)->rows) return;
     if (c->n_pending && !c->router_pending && nbi_index_row_weighs(a)) {

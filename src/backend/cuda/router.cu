@@ -117,11 +117,12 @@ static NBI_DEV void read_weights(float w[2][4], const router_work &a, const rout
 }
 
 /* Item i is chunk i % n_chunks of token i / n_chunks: x + delta and its squares. */
-static NBI_DEV void take(const router_work &a, const router_shared &s, uint32_t i)
+template <bool RANKS>
+static NBI_DEV void take(const router_work &a, const router_shared &s, uint32_t i, uint32_t epoch)
 {
     const uint32_t token = nbi_div(i, a.chunks), first = nbi_mod(i, a.chunks) * NBI_NORM_COLS;
     nbi_norm_part p;
-    nbi_norm_take(&p, a.norm, token, first, true);
+    nbi_norm_take<RANKS>(&p, a.norm, token, first, true, epoch);
     if (a.norm.delta && nbi_is_own(i))
         p.store(a.norm.x_out + (size_t)token * a.norm.x_stride, first, a.norm.width, true);
     p.store(s.x + i * NBI_NORM_COLS, 0, NBI_NORM_COLS, true);
@@ -190,7 +191,7 @@ static NBI_DEV void choose(const router_work &a, const router_shared &s, const f
     nbi_route_row<HAS>(a.route, t, score, bias, &shared[t]);
 }
 
-template <nbi_weight_kind KIND, uint32_t HAS>
+template <nbi_weight_kind KIND, uint32_t HAS, bool RANKS>
 static __global__ void __launch_bounds__(WARPS *NBI_WARP)
     router_kernel(const __grid_constant__ router_work a)
 {
@@ -203,10 +204,13 @@ static __global__ void __launch_bounds__(WARPS *NBI_WARP)
     weight.load(a.norm.weight, nbi_mod(warp, a.chunks) * NBI_NORM_COLS, a.norm.width, true);
     nbi_let_next();
     nbi_wait_before();
+    const uint32_t epoch = RANKS ? nbi_norm_epoch(a.norm) : 0;
+    if constexpr (RANKS) nbi_norm_send_all(a.norm, a.n_tokens, warp, WARPS, epoch);
 #pragma unroll 1
-    for (uint32_t i = warp; i < all; i += WARPS) take(a, s, i);
+    for (uint32_t i = warp; i < all; i += WARPS) take<RANKS>(a, s, i, epoch);
     nbi_copy_wait<0>();
     __syncthreads();
+    if (RANKS && warp == 0) nbi_norm_count(a.norm, epoch);
 #pragma unroll 1
     for (uint32_t i = warp; i < all; i += WARPS) {
         if (i != warp)
@@ -233,10 +237,10 @@ static __global__ void __launch_bounds__(WARPS *NBI_WARP)
 }
 
 static router_work work_of(const nbi_cuda *c, const nbi_rmsnorm_args *norm,
-                           const nbi_linear_args *linear)
+                           const nbi_linear_args *linear, const nbi_peer_view *peers)
 {
     router_work k = {};
-    k.norm = nbi_norm_of(norm);
+    k.norm = nbi_norm_of(norm, peers);
     k.w = *nbi_cuda_packed_of(linear->w);
     k.logits = static_cast<float *>(linear->y);
     k.logit_stride = linear->y_stride;
@@ -255,7 +259,7 @@ bool nbi_cuda_router_waits(const nbi_cuda *c, const nbi_rmsnorm_args *norm,
     if (w->kind != NBI_WEIGHT_BF16 && w->kind != NBI_WEIGHT_F32) return false;
     if (!linear->x_exact || linear->bias || linear->n_rows > TOKENS || w->rows > EXPERTS)
         return false;
-    return shared_bytes(work_of(c, norm, linear)) <= c->rt.shared_max;
+    return shared_bytes(work_of(c, norm, linear, NULL)) <= c->rt.shared_max;
 }
 
 bool nbi_cuda_router_fits(const nbi_linear_args *linear, const nbi_route_args *route)
@@ -265,16 +269,21 @@ bool nbi_cuda_router_fits(const nbi_linear_args *linear, const nbi_route_args *r
            route->n_experts == linear->y_stride && nbi_route_fits(route);
 }
 
-void nbi_cuda_router(nbi_cuda *c, const nbi_rmsnorm_args *norm, const nbi_linear_args *linear,
-                     const nbi_route_args *route)
+template <bool RANKS> static auto kernel_for(bool f32, bool few)
 {
-    router_work k = work_of(c, norm, linear);
+    return f32   ? few ? router_kernel<NBI_WEIGHT_F32, 4, RANKS>
+                       : router_kernel<NBI_WEIGHT_F32, EXPERTS / NBI_WARP, RANKS>
+             : few ? router_kernel<NBI_WEIGHT_BF16, 4, RANKS>
+                 : router_kernel<NBI_WEIGHT_BF16, EXPERTS / NBI_WARP, RANKS>;
+}
+
+void nbi_cuda_router(nbi_cuda *c, const nbi_rmsnorm_args *norm, const nbi_linear_args *linear,
+                     const nbi_route_args *route, const nbi_peer_view *peers)
+{
+    router_work k = work_of(c, norm, linear, peers);
     k.route = *route;
     const bool f32 = k.w.kind == NBI_WEIGHT_F32, few = route->n_experts <= 4 * NBI_WARP;
-    const auto kernel = f32   ? few ? router_kernel<NBI_WEIGHT_F32, 4>
-                                    : router_kernel<NBI_WEIGHT_F32, EXPERTS / NBI_WARP>
-                          : few ? router_kernel<NBI_WEIGHT_BF16, 4>
-                              : router_kernel<NBI_WEIGHT_BF16, EXPERTS / NBI_WARP>;
     nbi_launch(&c->rt, dim3(nbi_ceil_div(k.w.rows, NBI_TILE_ROWS) * 4), dim3(WARPS * NBI_WARP),
-               shared_bytes(k), kernel, k);
+               shared_bytes(k), peers ? kernel_for<true>(f32, few) : kernel_for<false>(f32, few),
+               k);
 }

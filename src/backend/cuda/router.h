@@ -11,6 +11,7 @@ bool nbi_cuda_router_waits(const nbi_cuda *c, const nbi_rmsnorm_args *norm,
 /* Whether `route` is the choice by this product. */
 bool nbi_cuda_router_fits(const nbi_linear_args *linear, const nbi_route_args *route);
 
-/* All three; they fit. The bits are those of separate calls. */
+/* All three; they fit. The bits are those of separate calls. peers: the norm sums its delta over
+ * ranks; NULL. */
 void nbi_cuda_router(nbi_cuda *c, const nbi_rmsnorm_args *norm, const nbi_linear_args *linear,
-                     const nbi_route_args *route);
+                     const nbi_route_args *route, const nbi_peer_view *peers);

@@ -36,6 +36,7 @@ struct nbi_rt {
                          nbi_wait_before() */
     bool settles;     /* the next launch begins when all before it have ended: what these wrote,
                          kernels behind it may read without a wait */
+    uint32_t n_apart; /* launches to come that wait for the end of the one before all the same */
     uint32_t n_clock; /* marks of nbi_rt_clock_open() */
     bool skips;       /* launches and copies within the device are counted, and not done */
     bool stamps;      /* launches are stamped */
@@ -168,8 +169,9 @@ inline void nbi_launch(nbi_rt *rt, dim3 grid, dim3 block, size_t shared, void (*
                        typename nbi_same<P>::type... args)
 {
     if (rt->error[0]) return;
-    const bool overlaps = rt->dependent && !rt->settles;
+    const bool overlaps = rt->dependent && !rt->settles && !rt->n_apart;
     rt->settles = false;
+    if (rt->n_apart) rt->n_apart--;
     rt->n_calls++;
     rt->n_stamps++;
     if (rt->skips) return;

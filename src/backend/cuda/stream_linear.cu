@@ -83,8 +83,8 @@ struct linear_work {
 };
 
 /* x is the RMSNorm of other rows, which every block makes on its own; each chunk of what the norm
- * leaves in memory is written by one of them. */
-struct norm_work : linear_work {
+ * leaves in memory is written by one of them. RANKS: it takes a sum over ranks along. */
+template <bool RANKS> struct norm_work : linear_work {
     nbi_norm_args norm;
     nbi_divisor norm_chunks;
 
@@ -100,12 +100,12 @@ struct norm_work : linear_work {
     }
 
     /* Item i is chunk i % n of token i / n. Behind the last token there are zeros. */
-    NBI_DEV void read(nbi_norm_part *p, uint32_t i, uint32_t n, float *parts) const
+    NBI_DEV void read(nbi_norm_part *p, uint32_t i, uint32_t n, float *parts, uint32_t epoch) const
     {
         const uint32_t token = nbi_div(i, norm_chunks), first = (i - token * n) * NBI_NORM_COLS;
         *p = {};
         if (token >= n_tokens) return;
-        nbi_norm_take(p, norm, token, first, true);
+        nbi_norm_take<RANKS>(p, norm, token, first, true, epoch);
         if (!parts) return;
         const float squares = nbi_warp_sum(p->squares(0));
         if (nbi_lane() == 0) parts[i] = squares;
@@ -139,19 +139,22 @@ struct norm_work : linear_work {
         nbi_norm_part kept[KEPT], weight; /* of the warp's first chunk: before the wait */
         weight.load(norm.weight, nbi_mod(warp, norm_chunks) * NBI_NORM_COLS, cols, true);
         nbi_wait_before();
+        const uint32_t epoch = RANKS ? nbi_norm_epoch(norm) : 0;
+        if constexpr (RANKS) nbi_norm_send_all(norm, n_tokens, warp, plan.warps, epoch);
 #pragma unroll
         for (uint32_t k = 0; k < KEPT; k++)
-            if (warp + k * plan.warps < all) read(&kept[k], warp + k * plan.warps, n, parts);
+            if (warp + k * plan.warps < all) read(&kept[k], warp + k * plan.warps, n, parts, epoch);
 #pragma unroll 1
         for (uint32_t i = warp + KEPT * plan.warps; i < all; i += plan.warps) {
             nbi_norm_part p;
-            read(&p, i, n, parts);
+            read(&p, i, n, parts, epoch);
         }
         nbi_sync_some(1, plan.warps * 32);
+        if (RANKS && warp == 0) nbi_norm_count(norm, epoch);
 #pragma unroll 1
         for (uint32_t i = warp, k = 0; i < all; i += plan.warps, k++) {
             if (k) weight.load(norm.weight, nbi_mod(i, norm_chunks) * NBI_NORM_COLS, cols, true);
-            if (k >= KEPT) read(&kept[0], i, n, nullptr);
+            if (k >= KEPT) read(&kept[0], i, n, nullptr, epoch);
             give<KIND>(plan, s, &kept[0], weight, i, n, parts);
 #pragma unroll
             for (uint32_t j = 0; j + 1 < KEPT; j++) kept[j] = kept[j + 1];
@@ -249,7 +252,7 @@ bool nbi_cuda_norm_waits(const nbi_cuda *c, const nbi_rmsnorm_args *a)
     if (a->n_rows > 1 && a->n_rows * a->width > NORM_MAX) return false;
     if (a->width > NBI_NORM_COLS * NBI_NORM_WARPS) return false;
     if (a->delta && (!a->x_out || a->x_out == a->x)) return false;
-    if (!nbi_norm_of(a).vec) return false;
+    if (!nbi_norm_of(a, NULL).vec) return false;
     return !overlap(a->out, row_bytes(a->n_rows, a->width, a->out_stride), a->x,
                     row_bytes(a->n_rows, a->width, a->x_stride));
 }
@@ -343,9 +346,12 @@ void nbi_cuda_stream_linear(nbi_cuda *c, const nbi_linear_args *calls, uint32_t 
     w.x_fast = nbi_x_fast(a->x, a->x_stride, p->cols);
     const nbi_stream_plan plan = plan_for(c, a, w.n_tiles);
     if (around->norm) {
-        const norm_work k = {
-            {w}, nbi_norm_of(around->norm), nbi_divisor_of(nbi_ceil_div(p->cols, NBI_NORM_COLS))};
-        launch_kind(c, k, plan);
+        const nbi_norm_args norm = nbi_norm_of(around->norm, around->peers);
+        const nbi_divisor chunks = nbi_divisor_of(nbi_ceil_div(p->cols, NBI_NORM_COLS));
+        if (around->peers)
+            launch_kind(c, norm_work<true>{{w}, norm, chunks}, plan);
+        else
+            launch_kind(c, norm_work<false>{{w}, norm, chunks}, plan);
     } else if (around->swiglu) {
         const swiglu_work k = {{w},
                                static_cast<const float *>(around->swiglu->gate),

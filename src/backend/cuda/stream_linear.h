@@ -13,6 +13,7 @@ bool nbi_cuda_stream_fits(const nbi_cuda *c, const nbi_linear_args *calls, uint3
 /* What else a launch does: what makes x, and what becomes of the last y. */
 struct nbi_stream_around {
     const nbi_rmsnorm_args *norm;  /* nbi_cuda_norm_waits(), nbi_cuda_norm_before() each call */
+    const nbi_peer_view *peers;    /* the norm sums its delta over ranks; NULL */
     const nbi_swiglu_args *swiglu; /* or this one, the same way */
     const nbi_add_args *add;       /* nbi_cuda_add_behind() the last call */
 };
