@@ -784,6 +784,44 @@ template <int N> NBI_DEV void nbi_wgmma_shared(float (&d)[N / 2], uint64_t a, ui
 #endif
 }
 
+/* B whose columns lie side by side: groups of 64 columns, `bytes` apart; in a group 128 bytes for
+ * each row (k), rows in eights of 1,024 bytes aligned to that, whose 16-byte piece q lies at q ^ k
+ * % 8. A k-step further on is + 128. Source: as above, "MN-major". */
+NBI_DEV uint64_t nbi_wgmma_lying(const void *shared, uint32_t bytes)
+{
+    return (nbi_wgmma_b(shared) & ~((uint64_t)0x3fffu << 16)) | (uint64_t)(bytes >> 4) << 16;
+}
+
+/* As nbi_wgmma_shared(), with b of nbi_wgmma_lying(). */
+template <int N> NBI_DEV void nbi_wgmma_across(float (&d)[N / 2], uint64_t a, uint64_t b, bool more)
+{
+    static_assert(N == 128, "columns of a wgmma");
+#if NBI_EMULATED
+    nbi_emu_wgmma_across(d, a, b, N, more);
+#elif NBI_SM90A
+    asm volatile("{.reg .pred p; setp.ne.u32 p, %66, 0; "
+                 "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" NBI_R64
+                 "}, %64, %65, p, 1, 1, 0, 1;}"
+                 : NBI_D32(0), NBI_D32(32)
+                 : "l"(a), "l"(b), "r"((int)more));
+#else
+    __trap();
+#endif
+}
+
+/* 2^x; 0 where that is below the least normal value. */
+NBI_DEV float nbi_exp2(float x)
+{
+#if NBI_EMULATED
+    const float y = exp2f(x);
+    return y < 1.17549435e-38f ? 0.0f : y;
+#else
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+#endif
+}
+
 /* ---------------------------------------------------------------- programmatic dependent launch */
 
 /* When launches of one file of kernels began, those that are to be stamped (runtime.h). Every file

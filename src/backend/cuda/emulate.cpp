@@ -16,7 +16,7 @@
 #define MAX_THREADS 1024u
 #define STACK_BYTES (128u << 10)
 #define COPIES_MAX  512u
-#define WGMMA_MAX   32u
+#define WGMMA_MAX   40u
 
 namespace
 {
@@ -34,6 +34,7 @@ struct pending_wgmma {
     uint64_t a_shared, b;
     unsigned n, group;
     bool bf16, more;
+    bool across; /* b: its columns lie side by side */
 };
 
 struct bulk_copy {
@@ -575,6 +576,11 @@ void nbi_emu_wgmma_shared(float *d, uint64_t a, uint64_t b, unsigned n, bool mor
     wgmma_later({d, NULL, a, b, n, current()->wgmma_group, true, more});
 }
 
+void nbi_emu_wgmma_across(float *d, uint64_t a, uint64_t b, unsigned n, bool more)
+{
+    wgmma_later({d, NULL, a, b, n, current()->wgmma_group, true, more, true});
+}
+
 void nbi_emu_wgmma_commit()
 {
     current()->wgmma_group++;
@@ -586,6 +592,18 @@ static void column_values(double to[16], uint64_t b, unsigned n, const float *ta
     const uint32_t base = (uint32_t)(b & 0x3fffu) << 4, row = base + n / 8 * 1024 + n % 8 * 128;
     for (unsigned k = 0; k < 16; k++) {
         const uint32_t at = row + 2 * k;
+        uint16_t x;
+        memcpy(&x, shared_memory + (at ^ (at >> 7 & 7u) << 4), sizeof x);
+        to[k] = (double)table[x];
+    }
+}
+
+/* The same of columns side by side. */
+static void column_across(double to[16], uint64_t b, unsigned n, const float *table)
+{
+    const uint32_t base = (uint32_t)(b & 0x3fffu) << 4, group = (uint32_t)(b >> 16 & 0x3fffu) << 4;
+    for (unsigned k = 0; k < 16; k++) {
+        const uint32_t at = base + n / 64 * group + k * 128 + n % 64 * 2;
         uint16_t x;
         memcpy(&x, shared_memory + (at ^ (at >> 7 & 7u) << 4), sizeof x);
         to[k] = (double)table[x];
@@ -612,7 +630,7 @@ static void wgmma_now(const pending_wgmma &w)
     if (w.a) nbi_emu_sync_warp();
     for (unsigned c = 0; c < w.n / 4; c++) { /* the lane's columns, in pairs of 8 */
         double b[16];
-        column_values(b, w.b, c / 2 * 8 + 2 * t + c % 2, table);
+        (w.across ? column_across : column_values)(b, w.b, c / 2 * 8 + 2 * t + c % 2, table);
         for (unsigned high = 0; high < 2; high++) {
             float *d = w.d + c / 2 * 4 + high * 2 + c % 2;
             double sum = w.more ? (double)*d : 0;

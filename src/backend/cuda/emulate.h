@@ -73,6 +73,7 @@ void nbi_emu_mma_fp4(float d[4], const uint32_t a[4], const uint32_t b[2], uint3
 /* d [n / 2], a and the memory behind descriptor b are read when the group is waited for. */
 void nbi_emu_wgmma(float *d, const uint32_t *a, uint64_t b, unsigned n, bool bf16, bool more);
 void nbi_emu_wgmma_shared(float *d, uint64_t a, uint64_t b, unsigned n, bool more);
+void nbi_emu_wgmma_across(float *d, uint64_t a, uint64_t b, unsigned n, bool more);
 void nbi_emu_wgmma_commit();
 void nbi_emu_wgmma_wait(int left);
 
