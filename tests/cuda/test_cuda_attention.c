@@ -113,6 +113,7 @@ static void test_mla_shapes(void **state)
         {3, 16, 8, 140, 16, NBI_F8_E4M3, NBI_WEIGHT_BF16, 0},
         {7, 24, 64, 512, 40, NBI_F8_E4M3, NBI_WEIGHT_BF16, 0},
         {3, 16, 8, 32, 16, NBI_F8_E4M3, NBI_WEIGHT_NVFP4, 16},
+        {2, 48, 64, 512, 144, NBI_BF16, NBI_WEIGHT_BF16, 0},
     };
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++)
         check_mla(&cases[i], lengths, rows, 5);

@@ -263,11 +263,14 @@ template <bool BF16> static __global__ void expand_kernel(nbi_mla_product a)
 
 /* ---------------------------------------------------------------- products by matrix units */
 
-#define ABSORB_COLUMNS 64u /* of W_UK per block */
+/* Columns of W_UK per block, 16 per warp: for few rows more blocks, for many fewer that make halves
+ * of the same queries. */
+template <int NT> constexpr uint32_t absorb_columns = NT == 1 ? 64 : 128;
 
 /* APPEND: a last row of blocks appends the latents. */
 template <int NT, bool APPEND>
-static __global__ void absorb_mma_kernel(nbi_mla_product a, nbi_mla_rows append)
+static __global__ void __launch_bounds__(absorb_columns<NT> * 2)
+    absorb_mma_kernel(nbi_mla_product a, nbi_mla_rows append)
 {
     if (APPEND && blockIdx.y + 1 == gridDim.y) {
         nbi_wait_before();
@@ -277,12 +280,13 @@ static __global__ void absorb_mma_kernel(nbi_mla_product a, nbi_mla_rows append)
                 nbi_mla_append_latent(append, blockIdx.z * 8 * NT + i);
         return;
     }
-    nbi_mla_absorb<NT, APPEND, ABSORB_COLUMNS>(a, append, blockIdx.x, blockIdx.y * ABSORB_COLUMNS,
-                                               blockIdx.z * 8 * NT);
+    constexpr uint32_t COLS = absorb_columns<NT>;
+    nbi_mla_absorb<NT, APPEND, COLS>(a, append, blockIdx.x, blockIdx.y * COLS, blockIdx.z * 8 * NT);
 }
 
-#define EXPAND_OUTPUTS 64u /* of W_UV per block: 16 per warp */
-#define EXPAND_PAIRS   4u  /* of k-steps that are loaded ahead */
+#define EXPAND_OUTPUTS 64u /* of W_UV per block, for few rows: 16 per warp */
+#define EXPAND_MANY    128u
+#define EXPAND_PAIRS   4u /* of k-steps that are loaded ahead */
 
 /* 128 columns of the lane's two rows of W_UV: of every 32, lane t has eight from 8t on. */
 struct expand_weights {
@@ -306,21 +310,22 @@ NBI_DEV expand_weights load_expand(const uint16_t *w, uint32_t lora, uint32_t m,
     return x;
 }
 
-/* out = W_UV . ol for one head, EXPAND_OUTPUTS values and 8 NT rows. */
-template <int NT> static __global__ void expand_mma_kernel(nbi_mla_product a)
+/* out = W_UV . ol for one head, EXPAND_MANY values and 8 NT rows. */
+template <int NT>
+static __global__ void __launch_bounds__(EXPAND_MANY * 2) expand_mma_kernel(nbi_mla_product a)
 {
     const uint32_t h = blockIdx.x, r0 = blockIdx.z * 8 * NT, lane = nbi_lane();
-    const uint32_t m0 = blockIdx.y * EXPAND_OUTPUTS + threadIdx.x / NBI_WARP * 16;
+    const uint32_t m0 = blockIdx.y * EXPAND_MANY + threadIdx.x / NBI_WARP * 16;
     const uint16_t *w =
         static_cast<const uint16_t *>(a.w) + ((size_t)h * (a.nope + a.v) + a.nope) * a.lora;
     expand_weights now = load_expand(w, a.lora, m0 + lane / 4, a.v, 0);
     nbi_wait_before();
     nbi_let_next();
     const uint32_t n = a.n_rows - r0 < 8 * NT ? a.n_rows - r0 : 8 * NT;
-    const uint32_t stride = a.lora + NBI_MLA_PAD, width = a.lora + a.rope_dim;
+    const uint32_t stride = a.lora + NBI_MLA_EXPAND_PAD, width = a.lora + a.rope_dim;
     uint16_t *hi = nbi_shared<uint16_t>(), *lo = hi + 8 * NT * stride;
-    nbi_mla_halves<NT>(a.x + ((size_t)r0 * a.n_heads + h) * width, (size_t)a.n_heads * width, n,
-                       a.lora, hi, lo);
+    nbi_mla_halves<NT, EXPAND_MANY / 16>(a.x + ((size_t)r0 * a.n_heads + h) * width,
+                                         (size_t)a.n_heads * width, n, a.lora, stride, hi, lo);
     __syncthreads();
     float d[NBI_MLA_SUMS][NT][4] = {};
     for (uint32_t col = 0; col < a.lora; col += 32 * EXPAND_PAIRS) {
@@ -390,7 +395,7 @@ NBI_DEV nbi_f32x2 merge_pair(const nbi_cuda_attend &s, uint32_t splits, uint32_t
 
 static size_t expand_shared(uint32_t lora)
 {
-    return (EXPAND_OUTPUTS + 2 * 8) * (lora + NBI_MLA_PAD) * sizeof(uint16_t);
+    return (EXPAND_OUTPUTS + 2 * 8) * (lora + NBI_MLA_EXPAND_PAD) * sizeof(uint16_t);
 }
 
 /* The same with the block's part of W_UV in shared memory, all of it asked for while the kernel
@@ -399,7 +404,7 @@ template <bool SPLITS>
 static __global__ void expand_few_kernel(nbi_mla_product a, nbi_cuda_attend s, uint32_t splits)
 {
     const uint32_t h = blockIdx.x, block0 = blockIdx.y * EXPAND_OUTPUTS, lane = nbi_lane();
-    const uint32_t stride = a.lora + NBI_MLA_PAD, width = a.lora + a.rope_dim, n = a.n_rows;
+    const uint32_t stride = a.lora + NBI_MLA_EXPAND_PAD, width = a.lora + a.rope_dim, n = a.n_rows;
     const uint16_t *from =
         static_cast<const uint16_t *>(a.w) + ((size_t)h * (a.nope + a.v) + a.nope) * a.lora;
     uint16_t *w = nbi_shared<uint16_t>(), *hi = w + EXPAND_OUTPUTS * stride, *lo = hi + 8 * stride;
@@ -425,7 +430,8 @@ static __global__ void expand_few_kernel(nbi_mla_product a, nbi_cuda_attend s, u
                        reinterpret_cast<uint32_t *>(lo + r * stride + c));
         }
     } else {
-        nbi_mla_halves<1>(a.x + (size_t)h * width, (size_t)a.n_heads * width, n, a.lora, hi, lo);
+        nbi_mla_halves<1, EXPAND_THREADS / NBI_WARP>(
+            a.x + (size_t)h * width, (size_t)a.n_heads * width, n, a.lora, stride, hi, lo);
     }
     nbi_copy_wait<0>();
     __syncthreads();
@@ -453,36 +459,34 @@ static __global__ void expand_few_kernel(nbi_mla_product a, nbi_cuda_attend s, u
                      a.scale);
 }
 
-#define MMA_THREADS 128u
-
 /* Shape and types decide, never the batch. A float cache is for those who want float32 products. */
 static bool by_mma(const nbi_cuda *c, const nbi_cuda_kv_b *w, const nbi_mla_product *a)
 {
     return w->bf16 && a->halves && a->nope % 16 == 0 && a->lora % 32 == 0 && a->nope &&
-           a->lora <= 1024 && nbi_mla_absorb_shared<1>(a->nope, ABSORB_COLUMNS) <= c->rt.shared_max;
+           a->lora <= 1024 &&
+           nbi_mla_absorb_shared<1>(a->nope, absorb_columns<1>) <= c->rt.shared_max;
 }
 
 template <int NT>
 static void launch_absorb_mma(nbi_cuda *c, const nbi_mla_product *a, const nbi_mla_rows *append)
 {
-    const uint32_t columns = nbi_ceil_div(a->lora, ABSORB_COLUMNS),
+    const uint32_t columns = nbi_ceil_div(a->lora, absorb_columns<NT>),
                    z = nbi_ceil_div(a->n_rows, 8 * NT);
     if (append)
-        nbi_launch(&c->rt, dim3(a->n_heads, columns + 1, z), dim3(MMA_THREADS),
-                   nbi_mla_absorb_shared<NT>(a->nope, ABSORB_COLUMNS), absorb_mma_kernel<NT, true>,
-                   *a, *append);
+        nbi_launch(&c->rt, dim3(a->n_heads, columns + 1, z), dim3(2 * absorb_columns<NT>),
+                   nbi_mla_absorb_shared<NT>(a->nope, absorb_columns<NT>),
+                   absorb_mma_kernel<NT, true>, *a, *append);
     else
-        nbi_launch(&c->rt, dim3(a->n_heads, columns, z), dim3(MMA_THREADS),
-                   nbi_mla_absorb_shared<NT>(a->nope, ABSORB_COLUMNS), absorb_mma_kernel<NT, false>,
-                   *a, nbi_mla_rows{});
+        nbi_launch(&c->rt, dim3(a->n_heads, columns, z), dim3(2 * absorb_columns<NT>),
+                   nbi_mla_absorb_shared<NT>(a->nope, absorb_columns<NT>),
+                   absorb_mma_kernel<NT, false>, *a, nbi_mla_rows{});
 }
 
 template <int NT> static void launch_expand_mma(nbi_cuda *c, const nbi_mla_product *a)
 {
     nbi_launch(
-        &c->rt,
-        dim3(a->n_heads, nbi_ceil_div(a->v, EXPAND_OUTPUTS), nbi_ceil_div(a->n_rows, 8 * NT)),
-        dim3(MMA_THREADS), 2 * 8 * NT * (a->lora + NBI_MLA_PAD) * sizeof(uint16_t),
+        &c->rt, dim3(a->n_heads, nbi_ceil_div(a->v, EXPAND_MANY), nbi_ceil_div(a->n_rows, 8 * NT)),
+        dim3(EXPAND_MANY * 2), 2 * 8 * NT * (a->lora + NBI_MLA_EXPAND_PAD) * sizeof(uint16_t),
         expand_mma_kernel<NT>, *a);
 }
 
@@ -491,7 +495,8 @@ static void absorb(nbi_cuda *c, const nbi_cuda_kv_b *w, const nbi_mla_product *a
                    const nbi_mla_rows *append)
 {
     if (by_mma(c, w, a)) {
-        if (a->n_rows > 8 && nbi_mla_absorb_shared<4>(a->nope, ABSORB_COLUMNS) <= c->rt.shared_max)
+        if (a->n_rows > 8 &&
+            nbi_mla_absorb_shared<4>(a->nope, absorb_columns<4>) <= c->rt.shared_max)
             launch_absorb_mma<4>(c, a, append);
         else
             launch_absorb_mma<1>(c, a, append);
@@ -517,7 +522,7 @@ static void expand(nbi_cuda *c, const nbi_cuda_kv_b *w, const nbi_mla_product *a
     }
     if (splits) nbi_cuda_attend_merge(c, attend, splits);
     if (mma) {
-        if (a->n_rows > 8 && 2 * 32 * (a->lora + NBI_MLA_PAD) * 2 <= c->rt.shared_max)
+        if (a->n_rows > 8 && 2 * 32 * (a->lora + NBI_MLA_EXPAND_PAD) * 2 <= c->rt.shared_max)
             launch_expand_mma<4>(c, a);
         else
             launch_expand_mma<1>(c, a);

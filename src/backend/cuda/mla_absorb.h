@@ -87,20 +87,53 @@ struct nbi_mla_product {
 
 /* The same products for BF16 kv_b with sides in sixteens: 8 or 32 rows of the batch share what is
  * read of kv_b, with the same bits. Rows go in as two BF16 halves. Shared memory: a row of halves
- * is 32 values longer, so that reads of 16 bytes by four lanes of two rows hit all banks. */
-#define NBI_MLA_PAD 32u
+ * is longer, so that no reads meet in a bank: of eight rows of 16 bytes (ldmatrix, absorb), or of
+ * 16 bytes by four lanes of two rows (expand). */
+#define NBI_MLA_ABSORB_PAD 8u
+#define NBI_MLA_EXPAND_PAD 32u
 
-/* Rows [r0, r0 + 8 NT) of x (row stride x_row), the first k values, in halves. */
-template <int NT>
-NBI_DEV void nbi_mla_halves(const float *x, size_t x_row, uint32_t n, uint32_t k, uint16_t *hi,
-                            uint16_t *lo)
+/* Four values of a row in halves. */
+NBI_DEV void nbi_mla_store_halves(const nbi_f32x4 &x, uint16_t *hi, uint16_t *lo)
 {
-    const uint32_t pairs = k / 2, stride = k + NBI_MLA_PAD;
-    for (uint32_t i = threadIdx.x; i < 8 * NT * pairs; i += blockDim.x) {
-        const uint32_t r = i / pairs, c = i % pairs * 2;
-        const float u = r < n ? x[r * x_row + c] : 0, v = r < n ? x[r * x_row + c + 1] : 0;
-        nbi_halves(u, v, reinterpret_cast<uint32_t *>(hi + r * stride + c),
-                   reinterpret_cast<uint32_t *>(lo + r * stride + c));
+    nbi_u32x2 upper, lower;
+    nbi_halves(x.v[0], x.v[1], &upper.v[0], &lower.v[0]);
+    nbi_halves(x.v[2], x.v[3], &upper.v[1], &lower.v[1]);
+    *reinterpret_cast<nbi_u32x2 *>(hi) = upper;
+    *reinterpret_cast<nbi_u32x2 *>(lo) = lower;
+}
+
+/* The first n of 8 NT rows of x (row stride x_row), the first k values, in halves of row stride
+ * `stride`; zeros behind. A warp of W has every W-th row, and asks for two pieces of all of them at
+ * once. */
+template <int NT, int W>
+NBI_DEV void nbi_mla_halves(const float *x, size_t x_row, uint32_t n, uint32_t k, uint32_t stride,
+                            uint16_t *hi, uint16_t *lo)
+{
+    constexpr uint32_t ROWS = 8 * NT / W, PIECES = 2;
+    static_assert(ROWS * W == 8 * NT, "whole rows");
+    const bool whole = ((uintptr_t)x | x_row * sizeof *x) % sizeof(nbi_f32x4) == 0;
+    const uint32_t warp = threadIdx.x / NBI_WARP;
+    for (uint32_t c0 = nbi_lane() * 4; c0 < k; c0 += PIECES * NBI_WARP * 4) {
+        nbi_f32x4 v[PIECES][ROWS] = {};
+#pragma unroll
+        for (uint32_t j = 0; j < PIECES; j++)
+#pragma unroll
+            for (uint32_t i = 0; i < ROWS; i++) {
+                const uint32_t r = warp + i * W, c = c0 + j * NBI_WARP * 4;
+                const float *from = x + r * x_row + c;
+                if (r >= n || c >= k) continue;
+                if (whole)
+                    v[j][i] = *reinterpret_cast<const nbi_f32x4 *>(from);
+                else
+                    v[j][i] = {{from[0], from[1], from[2], from[3]}};
+            }
+#pragma unroll
+        for (uint32_t j = 0; j < PIECES; j++)
+#pragma unroll
+            for (uint32_t i = 0; i < ROWS; i++) {
+                const uint32_t at = (warp + i * W) * stride + c0 + j * NBI_WARP * 4;
+                if (c0 + j * NBI_WARP * 4 < k) nbi_mla_store_halves(v[j][i], hi + at, lo + at);
+            }
     }
 }
 
@@ -126,7 +159,7 @@ NBI_DEV void nbi_mla_store(const float d[NBI_MLA_SUMS][NT][4], float *y, size_t 
 
 template <int NT> inline size_t nbi_mla_absorb_shared(uint32_t nope, uint32_t columns)
 {
-    return (nope * (columns + 8) + 2 * 8 * NT * (nope + NBI_MLA_PAD)) * sizeof(uint16_t);
+    return (nope * (columns + 8) + 2 * 8 * NT * (nope + NBI_MLA_ABSORB_PAD)) * sizeof(uint16_t);
 }
 
 /* The rotated part of the queries behind what was absorbed; turned here with APPEND. */
@@ -153,9 +186,10 @@ NBI_DEV void nbi_mla_absorb(const nbi_mla_product &a, const nbi_mla_rows &append
                             uint32_t col0, uint32_t r0)
 {
     constexpr uint32_t ROW = COLUMNS + 8;
+    const uint32_t stride = a.nope + NBI_MLA_ABSORB_PAD;
     const uint32_t lane = nbi_lane(), own = threadIdx.x / NBI_WARP * 16;
     uint16_t *w = nbi_shared<uint16_t>(); /* [nope][ROW] */
-    uint16_t *hi = w + a.nope * ROW, *lo = hi + 8 * NT * (a.nope + NBI_MLA_PAD);
+    uint16_t *hi = w + a.nope * ROW, *lo = hi + 8 * NT * stride;
     const uint16_t *from = static_cast<const uint16_t *>(a.w) + (size_t)h * (a.nope + a.v) * a.lora;
     for (uint32_t i = threadIdx.x; i < a.nope * (COLUMNS / 8); i += blockDim.x) {
         const uint32_t row = i / (COLUMNS / 8), c = i % (COLUMNS / 8) * 8;
@@ -171,12 +205,12 @@ NBI_DEV void nbi_mla_absorb(const nbi_mla_product &a, const nbi_mla_rows &append
     const float *x = a.x + ((size_t)r0 * a.n_heads + h) * head;
     float *y = a.y + ((size_t)r0 * a.n_heads + h) * width;
     const size_t x_row = (size_t)a.n_heads * head, y_row = (size_t)a.n_heads * width;
-    nbi_mla_halves<NT>(x, x_row, n, a.nope, hi, lo);
+    nbi_mla_halves<NT, COLUMNS / 16>(x, x_row, n, a.nope, stride, hi, lo);
     nbi_copy_wait<0>();
     __syncthreads();
     float d[NBI_MLA_SUMS][NT][4] = {};
-    const uint32_t stride = a.nope + NBI_MLA_PAD;
     const uint16_t *w_at = w + ((lane & 7) + (lane >> 4) * 8) * ROW + own + (lane >> 3 & 1) * 8;
+    const uint16_t *x_at = (lane < 16 ? hi : lo) + (lane & 7) * stride + (lane >> 3 & 1) * 8;
     for (uint32_t k0 = 0; k0 < a.nope; k0 += 16 * NBI_MLA_SUMS)
 #pragma unroll
         for (uint32_t i = 0; i < NBI_MLA_SUMS; i++) {
@@ -186,13 +220,10 @@ NBI_DEV void nbi_mla_absorb(const nbi_mla_product &a, const nbi_mla_rows &append
             nbi_ldmatrix_trans(f, w_at + k * ROW);
 #pragma unroll
             for (uint32_t j = 0; j < NT; j++) {
-                const uint32_t at = (8 * j + lane / 4) * stride + k + lane % 4 * 2;
-                const uint32_t b_hi[2] = {*reinterpret_cast<uint32_t *>(hi + at),
-                                          *reinterpret_cast<uint32_t *>(hi + at + 8)};
-                const uint32_t b_lo[2] = {*reinterpret_cast<uint32_t *>(lo + at),
-                                          *reinterpret_cast<uint32_t *>(lo + at + 8)};
-                nbi_mma_bf16(d[i][j], f, b_hi);
-                nbi_mma_bf16(d[i][j], f, b_lo);
+                uint32_t b[4]; /* upper halves, lower */
+                nbi_ldmatrix(b, x_at + 8 * j * stride + k);
+                nbi_mma_bf16(d[i][j], f, b);
+                nbi_mma_bf16(d[i][j], f, b + 2);
             }
         }
     nbi_mla_store<NT>(d, y, y_row, n, col0 + own, a.lora, a.scale);
