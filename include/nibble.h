@@ -154,6 +154,7 @@ typedef struct nb_engine_options {
      * process alone. */
     nb_ranks *ranks;
     uint32_t ep_size;         /* parts that whole experts are dealt to; 0: 1 */
+    bool shard_latents;       /* MLA: ranks split q_a, kv_a and the indexer's products, too */
     uint32_t ranks_per_gpu;   /* ranks of a host that share a GPU; 0: 1 */
     const char *gpu_exchange; /* how GPUs of ranks exchange: "auto", "one-shot", "nccl", "staged" */
     bool disable_single_batch_overlap; /* GPUs: nothing overlaps a sum over ranks */

@@ -241,6 +241,7 @@ int nbi_cmd_bench(int argc, char **argv)
     nb_engine_options engine = {.n_threads = b->backend.n_threads};
     nbi_ranks_apply(b->ranks, &ranks, &engine);
     b->ep_size = engine.ep_size;
+    b->shard_latents = engine.shard_latents;
     b->backend.n_threads = engine.n_threads;
     b->backend.ranks_per_device = engine.ranks_per_gpu;
     b->backend.exchange = engine.gpu_exchange;

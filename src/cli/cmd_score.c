@@ -176,6 +176,7 @@ static nb_status open_all(score *s, nb_error *err)
     if (s->comm)
         NB_TRY(nbi_shard_make(&mo.shard, nbi_comm_rank(s->comm), nbi_comm_size(s->comm),
                               s->ranks.ep_size, err));
+    mo.shard.latents = s->comm && s->ranks.shard_latents;
     NB_TRY(nbi_model_open(&s->model, s->backend, &mo, err));
     const nbi_kv_asked asked = {nbi_model_kv_algo(s->model), bo.cpu_level};
     NB_TRY(nbi_kv_dtype_choose(&kv_dtype, s->kv_dtype, &asked, err));

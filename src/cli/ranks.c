@@ -89,6 +89,9 @@ int nbi_ranks_enter(nbi_comm **out, nbi_ranks_options *o, const nbi_command *com
     *out = NULL;
     if (n > NBI_RANKS_MAX)
         return nbi_cli_usage(command, "--tp-size is %u; expected 1 to %u", n, NBI_RANKS_MAX);
+    if (o->shard_latents && n == 1)
+        return nbi_cli_usage(command, "--shard-latents: one rank has nothing to split; expected "
+                                      "--tp-size 2 or more");
     if (nbi_shard_make(&shard, 0, n, o->ep_size, &err) != NB_OK)
         return nbi_cli_usage(command, "--ep-size: %s", err.text);
 #if !NBI_WITH_MPI
@@ -114,6 +117,7 @@ void nbi_ranks_apply(nbi_comm *comm, const nbi_ranks_options *o, nb_engine_optio
 {
     engine->ranks = comm;
     engine->ep_size = o->ep_size;
+    engine->shard_latents = o->shard_latents;
     engine->ranks_per_gpu = o->per_gpu;
     engine->gpu_exchange = o->exchange;
     engine->disable_single_batch_overlap = o->no_batch_overlap;

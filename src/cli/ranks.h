@@ -13,6 +13,7 @@ typedef struct nbi_ranks_options {
     uint32_t per_gpu;          /* --ranks-per-gpu; 0: 1 */
     const char *exchange;      /* --gpu-exchange; NULL: auto */
     bool no_batch_overlap;     /* --disable-single-batch-overlap */
+    bool shard_latents;        /* --shard-latents */
     bool crowded;              /* out: more ranks than cores on this host */
 } nbi_ranks_options;
 
@@ -31,6 +32,14 @@ typedef struct nbi_ranks_options {
          NULL,                                                                                    \
          "on GPUs: nothing begins before a sum over ranks has ended,\nand no norm takes one "     \
          "along",                                                                                 \
+         false},                                                                                  \
+        {"shard-latents",                                                                         \
+         NBI_OPT_FLAG,                                                                            \
+         &(o)->shard_latents,                                                                     \
+         NULL,                                                                                    \
+         "MLA on CPUs: ranks split q_a, kv_a and the indexer's\nproducts, too; a sum more for "   \
+         "each "                                                                                  \
+         "layer",                                                                                 \
          false},                                                                                  \
         {"tensor-parallel-size", NBI_OPT_U32, &(o)->tp_size, "N", "the same", false},             \
         {"ranks-per-gpu",                                                                         \

@@ -203,6 +203,7 @@ static nb_status open_model(nb_engine *e, nb_error *err)
     if (mo.comm)
         NB_TRY(nbi_shard_make(&mo.shard, nbi_comm_rank(mo.comm), nbi_comm_size(mo.comm),
                               e->options.ep_size, err));
+    mo.shard.latents = mo.comm && e->options.shard_latents;
     NB_TRY(nbi_model_open(&e->model, e->backend, &mo, err));
     if (e->n_draft_steps && !nbi_model_can_draft(e->model)) {
         nbi_log(NB_LOG_WARN, "%s has no MTP layer: speculative decoding is off",

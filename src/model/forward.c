@@ -37,6 +37,12 @@ static size_t moe_bytes(const nbi_model *m, uint32_t T)
     return most;
 }
 
+/* Of all that is summed at once where latents are split. */
+static size_t latents_width(const nbi_config *c)
+{
+    return (size_t)c->q_lora + c->kv_lora + c->rope_dim + c->index_dim + c->index_heads;
+}
+
 /* Sizes with base NULL, lays out otherwise. T rows, R logit rows. */
 static size_t carve(nbi_workspace *ws, const nbi_model *m, uint32_t T, uint32_t R, char *base)
 {
@@ -63,6 +69,7 @@ static size_t carve(nbi_workspace *ws, const nbi_model *m, uint32_t T, uint32_t 
         {&ws->q, T * c->n_heads * qk * act},
         {&ws->kv, T * kv * act},
         {&ws->v, mla ? 0 : T * kv * act},
+        {&ws->latents, m->split.shard.latents ? T * latents_width(c) * f32 : 0},
         {&ws->attn, T * c->n_heads * v * act},
         {&ws->index_q, T * c->index_heads * (size_t)c->index_dim * act},
         {&ws->index_k, T * c->index_dim * act},
@@ -294,31 +301,93 @@ static void index_positions(step *s, const nbi_indexer_weights *w, const nbi_kv_
                                                            .batch = s->batch});
 }
 
+/* What a layer makes of the normed residual for all heads, [T] rows `stride` apart. */
+typedef struct latents {
+    void *q, *kv;
+    uint32_t q_stride, kv_stride;
+} latents;
+
+/* y[T, rows], rows `stride` apart, of this rank's columns; a bias is added once. */
+static void linear_of_columns(step *s, float *y, uint32_t stride, const nbi_weight *w,
+                              const float *bias, bool exact)
+{
+    const nbi_split *split = &s->m->split;
+    s->b->ops->linear(s->b, &(nbi_linear_args){.y = y,
+                                               .x = (const float *)s->ws->xn + split->latent.first,
+                                               .w = w,
+                                               .bias = split->shard.tp_rank ? NULL : bias,
+                                               .n_rows = s->batch->n_rows,
+                                               .x_stride = s->c->hidden,
+                                               .y_stride = stride,
+                                               .y_f32 = true,
+                                               .x_exact = exact});
+}
+
+/* out[T, n] := columns [at, at + n) of the latents. */
+static void take_latents(step *s, void *out, uint32_t at, uint32_t n, uint32_t stride)
+{
+    for (size_t t = 0; t < s->batch->n_rows; t++)
+        s->b->ops->copy(s->b, (float *)out + t * n, s->ws->latents + t * stride + at,
+                        n * sizeof(float));
+}
+
+/* Ranks multiply their columns and sum all that comes of it at once, the indexer's key and weights
+ * too; memory is the host's. */
+static latents sum_latents(step *s, const nbi_mla_weights *w, const nbi_indexer_weights *index)
+{
+    const nbi_config *c = s->c;
+    const bool select = index && sparse_now(s);
+    const uint32_t kv = w->q_a ? c->q_lora : 0, key = kv + c->kv_lora + c->rope_dim,
+                   weights = key + (index ? c->index_dim : 0),
+                   stride = weights + (select ? c->index_heads : 0);
+    float *all = s->ws->latents;
+    if (w->q_a) linear_of_columns(s, all, stride, w->q_a, w->q_a_bias, false);
+    linear_of_columns(s, all + kv, stride, w->kv_a, w->kv_a_bias, false);
+    if (index) linear_of_columns(s, all + key, stride, index->k, NULL, false);
+    if (select) linear_of_columns(s, all + weights, stride, index->weights, NULL, true);
+    sum_ranks(s, all, (size_t)s->batch->n_rows * stride, false);
+    if (index) take_latents(s, s->ws->index_k, key, c->index_dim, stride);
+    if (select) take_latents(s, s->ws->index_w, weights, c->index_heads, stride);
+    return (latents){.q = all, .kv = all + kv, .q_stride = stride, .kv_stride = stride};
+}
+
+static latents whole_latents(step *s, const nbi_mla_weights *w, const nbi_indexer_weights *index)
+{
+    nbi_workspace *ws = s->ws;
+    linear(s, ws->kv, ws->xn, w->kv_a, w->kv_a_bias);
+    if (w->q_a) linear(s, ws->q_a, ws->xn, w->q_a, w->q_a_bias);
+    if (index) linear(s, ws->index_k, ws->xn, index->k, NULL);
+    return (latents){.q = ws->q_a,
+                     .kv = ws->kv,
+                     .q_stride = s->c->q_lora,
+                     .kv_stride = s->c->kv_lora + s->c->rope_dim};
+}
+
 /* The products of attention and of the indexer (NULL: none), those of the same x one after the
  * other. */
-static void mla_products(step *s, const nbi_mla_weights *w, const nbi_indexer_weights *index)
+static latents mla_products(step *s, const nbi_mla_weights *w, const nbi_indexer_weights *index)
 {
     const nbi_config *c = s->c;
     nbi_workspace *ws = s->ws;
     const void *q_in = ws->xn;
-    linear(s, ws->kv, ws->xn, w->kv_a, w->kv_a_bias);
-    if (w->q_a) linear(s, ws->q_a, ws->xn, w->q_a, w->q_a_bias);
-    if (index) linear(s, ws->index_k, ws->xn, index->k, NULL);
+    const bool split = s->m->split.shard.latents;
+    const latents made = split ? sum_latents(s, w, index) : whole_latents(s, w, index);
     if (w->q_a) {
         s->b->ops->rmsnorm(s->b, &(nbi_rmsnorm_args){.out = ws->gate,
-                                                     .x = ws->q_a,
+                                                     .x = made.q,
                                                      .weight = w->q_a_norm,
                                                      .eps = c->latent_norm_eps,
                                                      .n_rows = s->batch->n_rows,
                                                      .width = c->q_lora,
-                                                     .x_stride = c->q_lora,
+                                                     .x_stride = made.q_stride,
                                                      .out_stride = c->q_lora});
         q_in = ws->gate;
     }
     linear(s, ws->q, q_in, w->q_b, NULL);
-    if (!index || !sparse_now(s)) return;
+    if (!index || !sparse_now(s)) return made;
     linear(s, ws->index_q, q_in, index->q, NULL);
-    linear_f(s, ws->index_w, ws->xn, index->weights, NULL, true);
+    if (!split) linear_f(s, ws->index_w, ws->xn, index->weights, NULL, true);
+    return made;
 }
 
 static void mla(step *s, const nbi_layer *layer, const nbi_kv_layer *cache)
@@ -327,16 +396,16 @@ static void mla(step *s, const nbi_layer *layer, const nbi_kv_layer *cache)
     const nbi_mla_weights *w = &layer->mla;
     nbi_workspace *ws = s->ws;
     const nbi_indexer_weights *index = layer->full_indexer && !s->reuse ? &layer->indexer : NULL;
-    mla_products(s, w, index);
+    const latents made = mla_products(s, w, index);
     s->b->ops->mla_append(s->b, &(nbi_mla_append_args){.q = ws->q,
-                                                       .kv = ws->kv,
+                                                       .kv = made.kv,
                                                        .kv_norm = w->kv_a_norm,
                                                        .eps = c->latent_norm_eps,
                                                        .n_heads = c->n_heads,
                                                        .nope_dim = c->nope_dim,
                                                        .rope_dim = c->rope_dim,
                                                        .kv_lora = c->kv_lora,
-                                                       .kv_stride = c->kv_lora + c->rope_dim,
+                                                       .kv_stride = made.kv_stride,
                                                        .rope = &s->rope,
                                                        .cache = cache,
                                                        .batch = s->batch});

@@ -80,6 +80,7 @@ typedef struct nbi_workspace {
     void *q_a, *q;                   /* [T, q_lora], [T, heads * qk] */
     void *kv;                        /* MLA [T, kv_lora + rope]; GQA: k [T, kv_heads * d] */
     void *v;                         /* GQA [T, kv_heads * d] */
+    float *latents;                  /* split latents: [T, q_lora + kv_lora + rope + indexer's] */
     void *attn;                      /* [T, heads * v] */
     void *index_q, *index_k;         /* [T, index_heads * index_dim], [T, index_dim] */
     float *index_w;                  /* [T, index_heads] */

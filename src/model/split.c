@@ -115,6 +115,17 @@ static void split_gqa(nbi_split *s, const nbi_config *c, uint32_t unit, uint32_t
     s->heads = (nbi_range){s->kv_heads.first * ratio, s->kv_heads.n * ratio};
 }
 
+/* The last rank has the fewest. */
+static nb_status all_attend(const nbi_split *s, const nbi_config *c, uint32_t unit, nb_error *err)
+{
+    const uint32_t size = s->shard.tp_size;
+    if (nbi_split_part(c->n_heads, unit, size - 1, size).n) return NB_OK;
+    return nbi_fail(err, NB_UNSUPPORTED,
+                    "--shard-latents: of %u ranks some have none of the %u attention heads; every "
+                    "rank must attend",
+                    size, c->n_heads);
+}
+
 static nb_status split_heads(nbi_split *s, const nbi_config *c, nbi_checkpoint *ckpt,
                              uint32_t n_layers, nb_error *err)
 {
@@ -127,11 +138,12 @@ static nb_status split_heads(nbi_split *s, const nbi_config *c, nbi_checkpoint *
         st = mla ? mla_unit(&unit, &h, c, err) : gqa_unit(&unit, &kv_unit, &h, c, err);
     nbi_arena_free(&names);
     if (st != NB_OK) return st;
-    if (mla)
-        s->heads = nbi_split_part(c->n_heads, unit, s->shard.tp_rank, s->shard.tp_size);
-    else
+    if (!mla) {
         split_gqa(s, c, unit, kv_unit);
-    return NB_OK;
+        return NB_OK;
+    }
+    s->heads = nbi_split_part(c->n_heads, unit, s->shard.tp_rank, s->shard.tp_size);
+    return s->shard.latents ? all_attend(s, c, unit, err) : NB_OK;
 }
 
 /* ---------------------------------------------------------------- the whole */
@@ -164,6 +176,36 @@ static nb_status split_vocab(nbi_split *s, uint32_t vocab, nbi_checkpoint *ckpt,
     return NB_OK;
 }
 
+/* The columns of the residual that a rank multiplies: the same for every layer. */
+static nb_status split_latents(nbi_split *s, const nbi_config *c, nbi_checkpoint *ckpt,
+                               uint32_t n_layers, nb_error *err)
+{
+    nbi_arena names = {0};
+    heads h = {.ckpt = ckpt, .arena = &names};
+    const uint32_t size = s->shard.tp_size;
+    uint32_t unit = 1;
+    nb_status st = NB_OK;
+    if (c->attention != NBI_ATTENTION_MLA)
+        return nbi_fail(err, NB_UNSUPPORTED,
+                        "--shard-latents: attention of this model has no latents; expected MLA");
+    for (; h.layer < n_layers && st == NB_OK; h.layer++) {
+        st = unit_of(&unit, &h, "kv_a_proj_with_mqa", 1, true, err);
+        if (st == NB_OK && c->q_lora) st = unit_of(&unit, &h, "q_a_proj", 1, true, err);
+        if (st != NB_OK || !c->has_indexer || !c->layer_full_indexer[h.layer]) continue;
+        st = unit_of(&unit, &h, "indexer.wk", 1, true, err);
+        if (st == NB_OK) st = unit_of(&unit, &h, "indexer.weights_proj", 1, true, err);
+    }
+    nbi_arena_free(&names);
+    if (st != NB_OK) return st;
+    const uint32_t wide = lcm(unit, COLUMNS_WANTED);
+    if (c->hidden % wide == 0 && c->hidden / wide >= size) unit = wide;
+    s->latent = nbi_split_part(c->hidden, unit, s->shard.tp_rank, size);
+    if (nbi_split_part(c->hidden, unit, size - 1, size).n) return NB_OK;
+    return nbi_fail(err, NB_UNSUPPORTED,
+                    "--shard-latents: %u hidden values in units of %u are not enough for %u ranks",
+                    c->hidden, unit, size);
+}
+
 nb_status nbi_split_make(nbi_split *out, const nbi_shard *shard, const nbi_config *c,
                          nbi_checkpoint *ckpt, uint32_t n_layers, nb_error *err)
 {
@@ -178,6 +220,7 @@ nb_status nbi_split_make(nbi_split *out, const nbi_shard *shard, const nbi_confi
         NB_TRY(split_heads(&s, c, ckpt, n_layers, err));
         NB_TRY(split_vocab(&s, c->vocab, ckpt, err));
         s.experts = nbi_split_part(c->n_experts, 1, shard->ep_rank, shard->ep_size);
+        if (shard->latents) NB_TRY(split_latents(&s, c, ckpt, n_layers, err));
     }
     *out = s;
     return NB_OK;
@@ -214,6 +257,11 @@ static double share_of_tensor(const nbi_split *s, const nbi_config *c, const cha
         const bool whole = expert_of(name) >= 0; /* else all experts of a layer in one tensor */
         return (whole ? 1 : (double)s->experts.n / c->n_experts) / nbi_shard_moe_size(&s->shard);
     }
+    static const char *const of_residual[] = {".q_a_proj.", ".kv_a_proj_with_mqa.", ".indexer.wk.",
+                                              ".indexer.weights_proj."};
+    for (size_t i = 0; i < sizeof of_residual / sizeof *of_residual; i++)
+        if (s->shard.latents && strstr(name, of_residual[i]))
+            return (double)s->latent.n / c->hidden;
     if (strstr(name, ".indexer.")) return 1;
     for (size_t i = 0; i < sizeof by_head / sizeof *by_head; i++)
         if (strstr(name, by_head[i])) return (double)s->heads.n / c->n_heads;

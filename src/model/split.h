@@ -2,9 +2,10 @@
  * intermediate columns. Private to src/model.
  *
  * Attention by heads: q_b, kv_b, o of MLA; q, k, v, o of GQA; what is not per head (q_a, kv_a, the
- * indexer, norms) every rank has whole. MLPs and experts by intermediate columns: rows of gate and
- * up, columns of down. Embedding and head by vocabulary. Every rank ends with a part of the sum
- * that attention, and then the MLP, adds to the residual.
+ * indexer, norms) every rank has whole, or with shard.latents columns of what multiplies the
+ * residual, whose results are then summed before anything is made of them. MLPs and experts by
+ * intermediate columns: rows of gate and up, columns of down. Embedding and head by vocabulary.
+ * Every rank ends with a part of the sum that attention, and then the MLP, adds to the residual.
  *
  * Ranges are as even as they can be: where a number does not divide, the first ranks have one unit
  * more (20 heads over 8 ranks: 3, 3, 3, 3, 2, 2, 2, 2), and with fewer units than ranks some have
@@ -31,6 +32,7 @@ typedef struct nbi_split {
     nbi_range vocab;                /* rows of embedding and head */
     uint32_t vocab_unit, vocab_max; /* where it is cut; most rows of any rank */
     nbi_range experts;              /* routed, whole or their columns */
+    nbi_range latent; /* with shard.latents: columns of q_a, kv_a, indexer k, weights */
 } nbi_split;
 
 static inline bool nbi_split_alone(const nbi_split *s)

@@ -191,6 +191,16 @@ static nb_status load_mlp(loader *ld, nbi_mlp_weights *w, const char *name, uint
 
 /* ---------------------------------------------------------------- attention */
 
+/* [rows, hidden]: what multiplies the residual and is no head's. */
+static nb_status load_of_residual(loader *ld, nbi_weight **out, const char *name, uint32_t rows,
+                                  bool counted, nb_error *err)
+{
+    const nbi_split *s = &ld->m->split;
+    const uint32_t hidden = ld->m->config.hidden;
+    return load_part(ld, out, name, rows, hidden, CUT_COLUMNS,
+                     s->shard.latents ? s->latent : (nbi_range){0, hidden}, counted, err);
+}
+
 static nb_status load_mla(loader *ld, nbi_mla_weights *w, bool counted, nb_error *err)
 {
     const nbi_config *c = &ld->m->config;
@@ -198,7 +208,7 @@ static nb_status load_mla(loader *ld, nbi_mla_weights *w, bool counted, nb_error
     const uint32_t qk = c->nope_dim + c->rope_dim, q_rows = c->n_heads * qk;
     ld->part = NBI_PART_ATTENTION;
     if (c->q_lora) {
-        NB_TRY(load_linear(ld, &w->q_a, "self_attn.q_a_proj", c->q_lora, c->hidden, counted, err));
+        NB_TRY(load_of_residual(ld, &w->q_a, "self_attn.q_a_proj", c->q_lora, counted, err));
         NB_TRY(load_vector(ld, &w->q_a_norm, "self_attn.q_a_layernorm.weight", c->q_lora, err));
         NB_TRY(load_part(ld, &w->q_b, "self_attn.q_b_proj", q_rows, c->q_lora, CUT_ROWS,
                          of_heads(heads, qk), counted, err));
@@ -206,8 +216,8 @@ static nb_status load_mla(loader *ld, nbi_mla_weights *w, bool counted, nb_error
         NB_TRY(load_part(ld, &w->q_b, "self_attn.q_proj", q_rows, c->hidden, CUT_ROWS,
                          of_heads(heads, qk), counted, err));
     }
-    NB_TRY(load_linear(ld, &w->kv_a, "self_attn.kv_a_proj_with_mqa", c->kv_lora + c->rope_dim,
-                       c->hidden, counted, err));
+    NB_TRY(load_of_residual(ld, &w->kv_a, "self_attn.kv_a_proj_with_mqa", c->kv_lora + c->rope_dim,
+                            counted, err));
     NB_TRY(load_vector(ld, &w->kv_a_norm, "self_attn.kv_a_layernorm.weight", c->kv_lora, err));
     NB_TRY(load_part(ld, &w->kv_b, "self_attn.kv_b_proj", c->n_heads * (c->nope_dim + c->v_dim),
                      c->kv_lora, CUT_ROWS, of_heads(heads, c->nope_dim + c->v_dim), counted, err));
@@ -256,10 +266,10 @@ static nb_status load_indexer(loader *ld, nbi_indexer_weights *w, bool counted, 
     ld->part = NBI_PART_INDEXER;
     NB_TRY(load_linear(ld, &w->q, "self_attn.indexer.wq_b", c->index_heads * c->index_dim, q_cols,
                        counted, err));
-    NB_TRY(load_linear(ld, &w->weights, "self_attn.indexer.weights_proj", c->index_heads, c->hidden,
-                       counted, err));
+    NB_TRY(load_of_residual(ld, &w->weights, "self_attn.indexer.weights_proj", c->index_heads,
+                            counted, err));
     ld->m->selecting_bytes += ld->m->non_expert_bytes - before;
-    NB_TRY(load_linear(ld, &w->k, "self_attn.indexer.wk", c->index_dim, c->hidden, counted, err));
+    NB_TRY(load_of_residual(ld, &w->k, "self_attn.indexer.wk", c->index_dim, counted, err));
     NB_TRY(load_vector(ld, &w->k_norm, "self_attn.indexer.k_norm.weight", c->index_dim, err));
     return load_vector(ld, &w->k_norm_bias, "self_attn.indexer.k_norm.bias", c->index_dim, err);
 }

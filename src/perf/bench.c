@@ -104,6 +104,7 @@ static nb_status open_all(bench *b, nb_error *err)
     if (o->ranks)
         NB_TRY(nbi_shard_make(&mo.shard, nbi_comm_rank(o->ranks), nbi_comm_size(o->ranks),
                               o->ep_size, err));
+    mo.shard.latents = o->ranks && o->shard_latents;
     NB_TRY(nbi_model_open(&b->model, b->b, &mo, err));
     const nbi_kv_asked asked = {nbi_model_kv_algo(b->model), o->backend.cpu_level};
     NB_TRY(nbi_kv_dtype_choose(&b->kv_dtype, o->kv_dtype, &asked, err));

@@ -29,6 +29,7 @@ typedef struct nbi_bench_options {
     nbi_comm
         *ranks; /* that run it together, each with the same options; NULL: this process alone */
     uint32_t ep_size;
+    bool shard_latents; /* nbi_shard.latents */
     const char
         *trace; /* file for the events of the last timed repeat; NULL: none. With breakdown */
 } nbi_bench_options;

@@ -3,6 +3,7 @@
 import json
 import concurrent.futures
 import os
+import pathlib
 import random
 import re
 import signal
@@ -13,6 +14,7 @@ import httpx
 import pytest
 from ranks_util import MPIEXEC, completion, family, gone, leftovers, ranks_of
 
+GQA = pathlib.Path(__file__).resolve().parents[1] / "golden/data/qwen3-bf16"
 EXACT = ["--kv-cache-dtype", "f32", "--cpu-level", "avx2"]
 PROMPTS = ["What is 3+5?", "Once upon a time", "The list: 1, 2, 3,", "[gMASK]<sop><|user|>What is 12+30?<|assistant|>",
            "Tell me about numbers. " * 20, "a"]
@@ -27,8 +29,9 @@ def alone(serve):
     return answers
 
 
-@pytest.mark.parametrize("options", [["2"], ["4"], ["4", "--ep-size", "2"], ["2", "--speculative-algorithm", "mtp"]],
-                         ids=["tp2", "tp4", "tp4ep2", "tp2mtp"])
+@pytest.mark.parametrize("options", [["2"], ["4"], ["4", "--ep-size", "2"], ["2", "--speculative-algorithm", "mtp"],
+                                     ["2", "--shard-latents", "--speculative-algorithm", "mtp"]],
+                         ids=["tp2", "tp4", "tp4ep2", "tp2mtp", "tp2latents"])
 def test_same_answers(serve, alone, options):
     before = leftovers()
     server = serve(*EXACT, "--tp-size", *options)
@@ -156,6 +159,7 @@ def test_joins_mpiexec(serve):
 @pytest.mark.parametrize("options,sentence", [
     (["--tp-size", "4", "--ep-size", "3"], "--ep-size: ep_size is 3; expected a divisor of the 4 ranks"),
     (["--tp-size", "1000"], "--tp-size is 1000; expected 1 to 256"),
+    (["--shard-latents"], "--shard-latents: one rank has nothing to split; expected --tp-size 2 or more"),
 ])
 def test_usage(nibble_bin, options, sentence):
     done = subprocess.run([nibble_bin, "serve", *options], capture_output=True, text=True, timeout=60)
@@ -165,7 +169,8 @@ def test_usage(nibble_bin, options, sentence):
 @pytest.mark.parametrize("options,sentence", [
     (["--max-total-tokens", "90000000000"], r"rank 0: .*--max-total-tokens"),
     (["--model", "/nowhere"], r"/nowhere"),
-], ids=["memory", "model"])
+    (["--model", str(GQA), "--shard-latents"], r"--shard-latents: attention of this model has no latents; expected MLA"),
+], ids=["memory", "model", "latents"])
 def test_refused(nibble_bin, model_dir, options, sentence):
     """Every rank comes to the same refusal, and it is said once."""
     if "--model" not in options:

@@ -31,6 +31,7 @@ enum { RANKS_MAX = 8, CHUNK = 48, IDS_MAX = 144 };
 
 typedef struct layout {
     uint32_t tp, ep;
+    bool latents;
 } layout;
 
 /* ---------------------------------------------------------------- a run */
@@ -148,6 +149,7 @@ static void run_job_as(rank_run *ranks, layout l, const char *const *dirs, uint3
                               .n_ids = n_ids,
                               .drafts = drafts};
         assert_int_equal(nbi_shard_make(&ranks[r].shard, r, l.tp, l.ep, NULL), NB_OK);
+        ranks[r].shard.latents = l.latents;
         assert_int_equal(pthread_create(&ranks[r].thread, NULL, run_rank, &ranks[r]), 0);
     }
     for (uint32_t r = 0; r < l.tp; r++) pthread_join(ranks[r].thread, NULL);
@@ -230,7 +232,7 @@ static void check_dir(const char *dir, const layout *layouts, size_t n)
     int32_t ids[IDS_MAX];
     const uint32_t n_ids = read_ids(dir, ids);
     rank_run one[1], ranks[RANKS_MAX];
-    run_job(one, (layout){1, 1}, &dir, 1, ids, n_ids);
+    run_job(one, (layout){1, 1, false}, &dir, 1, ids, n_ids);
     if (one->status != NB_OK) fail_msg("%s: %s", dir, one->err.text);
     for (size_t i = 0; i < n; i++) {
         run_job(ranks, layouts[i], &dir, 1, ids, n_ids);
@@ -251,7 +253,8 @@ static void test_families(void **state)
     (void)state;
     /* Ranks without heads (3 over 4), without experts (3 over 4) and with a share of a key head (2
      * over 4) are among these. */
-    static const layout layouts[] = {{4, 2}, {2, 1}, {4, 1}, {4, 4}, {2, 2}};
+    static const layout layouts[] = {
+        {4, 2, false}, {2, 1, false}, {4, 1, false}, {4, 4, false}, {2, 2, false}};
     const size_t n_layouts = SLOW ? 2 : sizeof layouts / sizeof *layouts;
     DIR *d = opendir(GOLDEN);
     assert_non_null(d);
@@ -270,8 +273,47 @@ static void test_families(void **state)
 static void test_embedded(void **state)
 {
     (void)state;
-    static const layout layouts[] = {{2, 1}, {4, 4}, {4, 2}, {3, 1}};
+    static const layout layouts[] = {{2, 1, false}, {4, 4, false}, {4, 2, false},
+                                     {3, 1, false}, {2, 2, true},  {4, 1, true}};
     check_dir(TINY, layouts, sizeof layouts / sizeof *layouts);
+}
+
+/* Latents split by columns: every golden case has the logits of one rank, or is refused by all
+ * ranks with the same sentence. */
+static void test_latents(void **state)
+{
+    (void)state;
+    static const layout layouts[] = {{2, 1, true}, {4, 2, true}};
+    uint32_t done = 0, refused = 0;
+    DIR *d = opendir(GOLDEN);
+    assert_non_null(d);
+    for (const struct dirent *e = readdir(d); e; e = readdir(d)) {
+        char dir[512];
+        const char *const at = dir;
+        int32_t ids[IDS_MAX];
+        rank_run one[1], ranks[RANKS_MAX];
+        if (e->d_name[0] == '.' || (SLOW && strncmp(e->d_name, "glm5", 4) != 0)) continue;
+        snprintf(dir, sizeof dir, "%s/%s", GOLDEN, e->d_name);
+        const uint32_t n_ids = read_ids(dir, ids);
+        run_job(one, (layout){1, 1, false}, &at, 1, ids, n_ids);
+        for (size_t i = 0; i < sizeof layouts / sizeof *layouts; i++) {
+            run_job(ranks, layouts[i], &at, 1, ids, n_ids);
+            if (ranks[0].status == NB_UNSUPPORTED) {
+                for (uint32_t r = 0; r < layouts[i].tp; r++)
+                    assert_string_equal(ranks[r].err.text, ranks[0].err.text);
+                assert_non_null(strstr(ranks[0].err.text, "--shard-latents: "));
+                refused++;
+            } else {
+                compare_job(ranks, layouts[i], one, dir);
+                done++;
+            }
+            free_job(ranks, layouts[i].tp);
+        }
+        free_job(one, 1);
+    }
+    closedir(d);
+    print_message("%u layouts with split latents, %u refused\n", done, refused);
+    assert_true(done >= (SLOW ? 4 : 16) && (SLOW || refused >= 8));
 }
 
 /* ---------------------------------------------------------------- ranges */
@@ -419,7 +461,7 @@ static void check_reads(const char *name, layout l, uint32_t least)
     const uint32_t n_ids = read_ids(dir, ids);
     rank_run one[1], ranks[RANKS_MAX];
     char *dirs[RANKS_MAX];
-    run_job(one, (layout){1, 1}, &whole, 1, ids, n_ids);
+    run_job(one, (layout){1, 1, false}, &whole, 1, ids, n_ids);
     for (uint32_t r = 0; r < l.tp; r++) {
         nbi_config c;
         nbi_checkpoint *ckpt;
@@ -444,11 +486,11 @@ static void check_reads(const char *name, layout l, uint32_t least)
 static void test_reads(void **state)
 {
     (void)state;
-    check_reads("glm5-bf16", (layout){2, 2}, 20);
-    check_reads("glm52-mixed-compressed", (layout){4, 2}, 20);
-    check_reads("glm5-fused-bf16", (layout){4, 4}, 8);
-    check_reads("glm5-fused-nvfp4", (layout){2, 2}, 6);
-    check_reads("qwen3-tied-f32", (layout){2, 2}, 1);
+    check_reads("glm5-bf16", (layout){2, 2, false}, 20);
+    check_reads("glm52-mixed-compressed", (layout){4, 2, false}, 20);
+    check_reads("glm5-fused-bf16", (layout){4, 4, false}, 8);
+    check_reads("glm5-fused-nvfp4", (layout){2, 2, false}, 6);
+    check_reads("qwen3-tied-f32", (layout){2, 2, false}, 1);
 }
 
 /* ---------------------------------------------------------------- plans, refusals, failures */
@@ -456,7 +498,8 @@ static void test_reads(void **state)
 static void test_plan(void **state)
 {
     (void)state;
-    static const layout layouts[] = {{1, 1}, {2, 1}, {4, 4}, {4, 2}};
+    static const layout layouts[] = {
+        {1, 1, false}, {2, 1, false}, {4, 4, false}, {4, 2, false}, {4, 2, true}};
     const char *const dir = TINY;
     int32_t ids[IDS_MAX];
     rank_run ranks[RANKS_MAX];
@@ -478,7 +521,7 @@ static void test_plan(void **state)
     const char *const gqa = GOLDEN "/qwen3-bf16";
     static const uint64_t parts[] = {1, 2, 2};
     for (uint32_t i = 0; i < 3; i++) {
-        run_job(ranks, (layout){1u << i, 1}, &gqa, 1, ids, read_ids(gqa, ids));
+        run_job(ranks, (layout){1u << i, 1, false}, &gqa, 1, ids, read_ids(gqa, ids));
         if (!i) page = ranks[0].page_bytes;
         for (uint32_t r = 0; r < 1u << i; r++)
             assert_int_equal(ranks[r].page_bytes * parts[i], page);
@@ -494,7 +537,7 @@ static void test_a_rank_fails(void **state)
     const char *const dirs[2] = {TINY, broken};
     int32_t ids[IDS_MAX];
     rank_run ranks[2];
-    run_job(ranks, (layout){2, 1}, dirs, 2, ids, read_ids(TINY, ids));
+    run_job(ranks, (layout){2, 1, false}, dirs, 2, ids, read_ids(TINY, ids));
     assert_int_equal(ranks[0].status, NB_CLOSED);
     assert_string_equal(ranks[0].err.text, "a rank is gone");
     assert_int_equal(ranks[1].status, NB_NOT_FOUND);
@@ -507,7 +550,7 @@ static void test_drafts(void **state)
 {
     (void)state;
     static const char *const cases[] = {"glm5-bf16", "glm52-nvfp4-routed", "glm5-nvfp4-mlp"};
-    static const layout layouts[] = {{2, 1}, {2, 2}, {4, 2}};
+    static const layout layouts[] = {{2, 1, false}, {2, 2, false}, {4, 2, false}, {2, 1, true}};
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         char dir[512];
         const char *const at = dir;
@@ -515,7 +558,7 @@ static void test_drafts(void **state)
         int32_t ids[IDS_MAX];
         const uint32_t n_ids = read_ids(dir, ids);
         rank_run one[1], ranks[RANKS_MAX];
-        run_job_as(one, (layout){1, 1}, &at, 1, ids, n_ids, true);
+        run_job_as(one, (layout){1, 1, false}, &at, 1, ids, n_ids, true);
         if (one->status != NB_OK) fail_msg("%s: %s", dir, one->err.text);
         for (size_t k = 0; k < sizeof layouts / sizeof *layouts; k++) {
             run_job_as(ranks, layouts[k], &at, 1, ids, n_ids, true);
@@ -533,6 +576,7 @@ int main(void)
         cmocka_unit_test(test_reads),    cmocka_unit_test(test_drafts),
         cmocka_unit_test(test_plan),     cmocka_unit_test(test_a_rank_fails),
         cmocka_unit_test(test_families), cmocka_unit_test(test_embedded),
+        cmocka_unit_test(test_latents),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
