@@ -23,7 +23,7 @@
 #define TAIL_BYTES   8192u
 /* When a rank is gone mpiexec waits so long, sends SIGTERM, waits again and kills the others: time
  * for rank 0 to tell its clients, on a busy machine, too. */
-#define GRACE_SECONDS "2"
+#define GRACE_SECONDS "1"
 #define ORPHANS_MS    5000 /* for ranks to notice that mpiexec is gone */
 
 enum fd { FD_SIGNALS, FD_SOCKET, FD_OUTPUT, FD_INPUT, N_FDS };
