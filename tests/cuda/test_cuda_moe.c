@@ -259,15 +259,19 @@ static void test_many_rows(void **state)
                  {NBI_WEIGHT_FP8_BLOCK, NBI_WEIGHT_FP8_BLOCK, 192, 136},
                  {NBI_WEIGHT_BF16, NBI_WEIGHT_FP8_TENSOR, 136, 72},
                  {NBI_WEIGHT_F16, NBI_WEIGHT_BF16, 64, 328}};
+    static const float sizes[4] = {1, 300, 0x1p-70f, 0};
     enum { N = 300, MASKED = 140 };
     nbi_backend *b = gpu_open(&limits);
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         moe_layer l;
         moe_make(&l, cases[i].gate_up, cases[i].down, 4, 2, cases[i].hidden, cases[i].inter, false);
         batch k = make_batch(&l, N);
-        for (uint32_t t = 0; t < N; t++) { /* about 280, 200, 90 and 30 pairs */
-            k.ids[2 * t] = t % 15 ? 2 : -1;
-            k.ids[2 * t + 1] = t % 3 ? 1 : t % 10 ? 0 : 3;
+        for (uint32_t t = 0; t < N; t++) { /* 294, 200 to 250, 80 to 40 and 20 to 10 pairs */
+            k.ids[2 * t] = t % 50 ? 2 : -1;
+            k.ids[2 * t + 1] = t % (3 + i) ? 1 : t % 5 ? 0 : 3;
+            const float factor = t % 16 < 4 ? sizes[t % 16] : 1;
+            for (uint32_t c = 0; c < l.e.shape.hidden; c++) /* gates of every size */
+                k.x[(size_t)t * l.e.shape.hidden + c] *= factor;
         }
         prepared p = prepare(b, "cuda_grouped", &l);
         float *want = run(&p, k.x, k.ids, k.weights, N);

@@ -115,6 +115,20 @@ NBI_DEV bool nbi_is_own(uint32_t i)
     return i < gridDim.x ? i == blockIdx.x : i % gridDim.x == blockIdx.x;
 }
 
+/* a / b as '/' rounds it, without its branch: for 2^-60 <= |a| <= 2^60 and 1 <= b <= 2^60. */
+NBI_DEV float nbi_divide_in_range(float a, float b)
+{
+#if NBI_EMULATED
+    return a / b;
+#else
+    float r;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(b));
+    r = fmaf(r, fmaf(-b, r, 1.0f), r);
+    const float q = a * r, near = fmaf(r, fmaf(-b, q, a), q);
+    return fmaf(r, fmaf(-b, near, a), near);
+#endif
+}
+
 /* 2^e for -126 <= e <= 127. */
 NBI_DEV float nbi_pow2(int e)
 {
@@ -720,6 +734,14 @@ template <int N> NBI_DEV void nbi_wgmma_hold(float (&d)[N])
 #define NBI_R64                                                                                  \
     NBI_R32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
             "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define NBI_D48(i) NBI_D32(i), NBI_D16(i + 32)
+#define NBI_D64(i) NBI_D32(i), NBI_D32(i + 32)
+#define NBI_D72(i) NBI_D64(i), NBI_D8(i + 64)
+#define NBI_D80(i) NBI_D64(i), NBI_D16(i + 64)
+#define NBI_R48 \
+    NBI_R32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
+#define NBI_R72 NBI_R64 ", %64, %65, %66, %67, %68, %69, %70, %71"
+#define NBI_R80 NBI_R72 ", %72, %73, %74, %75, %76, %77, %78, %79"
 /* ab: places of a and b; more: of `more`. */
 #define NBI_WGMMA(n, type, results, ab, more_at, ...)                                        \
     asm volatile("{.reg .pred p; setp.ne.u32 p, " more_at ", 0; "                            \
@@ -727,24 +749,31 @@ template <int N> NBI_DEV void nbi_wgmma_hold(float (&d)[N])
                  "}, " ab ", p, 1, 1, 0;}"                                                   \
                  : __VA_ARGS__                                                               \
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)more))
-#define NBI_WGMMA_N(type)                                                               \
-    if constexpr (N == 128)                                                             \
-        NBI_WGMMA("128", type, NBI_R64, "{%64, %65, %66, %67}, %68", "%69", NBI_D32(0), \
-                  NBI_D32(32));                                                         \
-    else if constexpr (N == 64)                                                         \
-        NBI_WGMMA("64", type, NBI_R32, "{%32, %33, %34, %35}, %36", "%37", NBI_D32(0)); \
-    else if constexpr (N == 32)                                                         \
-        NBI_WGMMA("32", type, NBI_R16, "{%16, %17, %18, %19}, %20", "%21", NBI_D16(0)); \
-    else                                                                                \
+#define NBI_WGMMA_N(type)                                                                \
+    if constexpr (N == 160)                                                              \
+        NBI_WGMMA("160", type, NBI_R80, "{%80, %81, %82, %83}, %84", "%85", NBI_D80(0)); \
+    else if constexpr (N == 144)                                                         \
+        NBI_WGMMA("144", type, NBI_R72, "{%72, %73, %74, %75}, %76", "%77", NBI_D72(0)); \
+    else if constexpr (N == 128)                                                         \
+        NBI_WGMMA("128", type, NBI_R64, "{%64, %65, %66, %67}, %68", "%69", NBI_D64(0)); \
+    else if constexpr (N == 96)                                                          \
+        NBI_WGMMA("96", type, NBI_R48, "{%48, %49, %50, %51}, %52", "%53", NBI_D48(0));  \
+    else if constexpr (N == 64)                                                          \
+        NBI_WGMMA("64", type, NBI_R32, "{%32, %33, %34, %35}, %36", "%37", NBI_D32(0));  \
+    else if constexpr (N == 32)                                                          \
+        NBI_WGMMA("32", type, NBI_R16, "{%16, %17, %18, %19}, %20", "%21", NBI_D16(0));  \
+    else                                                                                 \
         NBI_WGMMA("16", type, NBI_R8, "{%8, %9, %10, %11}, %12", "%13", NBI_D8(0))
 
-/* d = a b, or d += a b with `more`: 64 rows by N columns (16, 32, 64, 128), k-step of 16, by the
- * four warps of a warpgroup; asynchronous, see nbi_wgmma_wait(). Warp w of the group has rows 16 w
+/* d = a b, or d += a b with `more`: 64 rows by N columns (16, 32, 64, 96, 128, 144, 160), k-step of
+ * 16, by the four warps of a warpgroup; asynchronous, see nbi_wgmma_wait(). Warp w of the group has
+ * rows 16 w
  * ... 16 w + 15: a as in nbi_mma_f16(); d[4 n ... 4 n + 3] are its d of columns 8 n ... 8 n + 7. */
 template <int N, bool BF16>
 NBI_DEV void nbi_wgmma(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b, bool more)
 {
-    static_assert(N == 16 || N == 32 || N == 64 || N == 128, "columns of a wgmma");
+    static_assert(N == 16 || N == 32 || N == 64 || N == 96 || N == 128 || N == 144 || N == 160,
+                  "columns of a wgmma");
 #if NBI_EMULATED
     nbi_emu_wgmma(d, a, b, N, BF16, more);
 #elif NBI_SM90A

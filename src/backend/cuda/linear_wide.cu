@@ -9,6 +9,7 @@ struct wide_x {
     char *x;     /* [token][n_kt][128 bytes] */
     float *unit; /* [token][n_chunks]: 2^e */
     uint32_t n_chunks;
+    uint32_t tokens; /* of a unit */
 };
 
 static size_t x_bytes(uint32_t n_tokens, uint32_t cols)
@@ -36,20 +37,24 @@ static __global__ void __launch_bounds__(CONVERT_THREADS)
 /* Unit i: where it is. */
 struct wide_at {
     uint32_t rt, token; /* the first of each */
+    uint32_t n;         /* tokens */
 };
 
-[[maybe_unused]] static NBI_DEV wide_at unit_at(const nbi_linear_call &a, uint32_t i)
+[[maybe_unused]] static NBI_DEV wide_at unit_at(const nbi_linear_call &a, const wide_x &x,
+                                                uint32_t i)
 {
     const uint32_t n_rows = (a.w.n_rt + NBI_WIDE_ROW_TILES - 1) / NBI_WIDE_ROW_TILES;
-    const uint32_t n_tokens = (a.n_tokens + NBI_WIDE_TOKENS - 1) / NBI_WIDE_TOKENS;
+    const uint32_t n_tokens = (a.n_tokens + x.tokens - 1) / x.tokens;
     const uint32_t group = i / (GROUP * n_tokens), in = i % (GROUP * n_tokens);
-    const uint32_t left = n_rows - group * GROUP, height = left < GROUP ? left : GROUP;
-    return {(group * GROUP + in % height) * NBI_WIDE_ROW_TILES, in / height * NBI_WIDE_TOKENS};
+    const uint32_t below = n_rows - group * GROUP, height = below < GROUP ? below : GROUP;
+    const uint32_t token = in / height * x.tokens, left = a.n_tokens - token;
+    return {(group * GROUP + in % height) * NBI_WIDE_ROW_TILES, token,
+            left < x.tokens ? left : x.tokens};
 }
 
 template <uint32_t N>
 [[maybe_unused]] static NBI_DEV void put_rows(const nbi_linear_call &a, const float (&y)[N / 2],
-                                              uint32_t rt, uint32_t token0)
+                                              uint32_t rt, const wide_at &unit)
 {
     const uint32_t g = (uint32_t)nbi_lane() / 4, t = (uint32_t)nbi_lane() % 4;
 #pragma unroll
@@ -61,34 +66,35 @@ template <uint32_t N>
         for (uint32_t n = 0; n < N / 8; n++)
 #pragma unroll
             for (uint32_t j = 0; j < 2; j++) {
-                const uint32_t token = token0 + n * 8 + 2 * t + j;
-                if (token < a.n_tokens)
-                    a.y[(size_t)token * a.y_stride + row] =
+                const uint32_t token = n * 8 + 2 * t + j;
+                if (token < unit.n)
+                    a.y[(size_t)(unit.token + token) * a.y_stride + row] =
                         fmaf(y[4 * n + 2 * high + j], factor, bias);
             }
     }
 }
 
 template <nbi_weight_kind KIND>
-static NBI_DEV void consume(const nbi_linear_call &a, nbi_wide_shared *shared, uint32_t n_units)
+static NBI_DEV void consume(const nbi_linear_call &a, const wide_x &x, nbi_wide_shared *shared,
+                            uint32_t n_units)
 {
     nbi_registers<NBI_WIDE_CONSUMER_REGISTERS, true>();
     const uint32_t warp = __shfl_sync(NBI_FULL_MASK, threadIdx.x / NBI_WARP, 0) - 4;
-    const auto row_tile = [&](uint32_t i) { /* behind the last: the last, and nothing is written */
-                                            const uint32_t rt =
-                                                unit_at(a, i < n_units ? i : n_units - 1).rt + warp;
-                                            return rt < a.w.n_rt ? rt : a.w.n_rt - 1;
+    /* behind the last: the last, and nothing is written */
+    const auto row_tile = [&](uint32_t i) {
+        const uint32_t rt = unit_at(a, x, i < n_units ? i : n_units - 1).rt + warp;
+        return rt < a.w.n_rt ? rt : a.w.n_rt - 1;
     };
     nbi_wide_consumer<KIND> k;
     k.open(shared, a.w, row_tile(blockIdx.x));
     nbi_wait_before();
     nbi_let_next();
     for (uint32_t i = blockIdx.x; i < n_units; i += gridDim.x) {
-        const wide_at at = unit_at(a, i);
-        nbi_wide_by_tokens(a.n_tokens - at.token, [&]<uint32_t N>() {
+        const wide_at at = unit_at(a, x, i);
+        nbi_wide_by_tokens<KIND>(at.n, [&]<uint32_t N>() {
             float y[N / 2];
             k.template unit<N>(y, a.w, row_tile(i), a.w, row_tile(i + gridDim.x));
-            put_rows<N>(a, y, at.rt + warp, at.token);
+            put_rows<N>(a, y, at.rt + warp, at);
         });
     }
 }
@@ -102,9 +108,10 @@ static NBI_DEV void produce(const nbi_linear_call &a, const wide_x &x, nbi_wide_
     nbi_let_next();
     nbi_wide_producer p = {shared, 0};
     for (uint32_t i = blockIdx.x; i < n_units; i += gridDim.x) {
-        const uint32_t first = unit_at(a, i).token, left = a.n_tokens - first;
-        p.unit<KIND>(x.x, x.unit, left < NBI_WIDE_TOKENS ? left : NBI_WIDE_TOKENS, a.w.n_kt,
-                     [=](uint32_t r) { return first + r; });
+        const wide_at at = unit_at(a, x, i);
+        nbi_wide_by_tokens<KIND>(at.n, [&]<uint32_t N>() {
+            p.unit<KIND, N>(x.x, x.unit, at.n, a.w.n_kt, [&](uint32_t r) { return at.token + r; });
+        });
     }
     p.end();
 }
@@ -121,7 +128,7 @@ static __global__ void __launch_bounds__(NBI_WIDE_THREADS, 1)
         if (threadIdx.x < 128)
             produce<KIND>(a, x, shared, n_units);
         else
-            consume<KIND>(a, shared, n_units);
+            consume<KIND>(a, x, shared, n_units);
     }
 }
 
@@ -144,10 +151,18 @@ static bool writes_x(const nbi_linear_call *a)
     return a->y < x_end && a->x < y_end;
 }
 
+/* Tokens of a unit: units of about the same size, in steps of 16. */
+static uint32_t unit_tokens(nbi_weight_kind kind, uint32_t n_tokens)
+{
+    const uint32_t even = nbi_ceil_div(n_tokens, nbi_ceil_div(n_tokens, nbi_wide_tokens(kind)));
+    return nbi_ceil_div(even, 16u) * 16;
+}
+
 template <nbi_weight_kind KIND, bool W4A4 = false>
 static void run(nbi_cuda *c, const nbi_linear_call *a, uint32_t n_units)
 {
     wide_x x;
+    x.tokens = unit_tokens(KIND, a->n_tokens);
     x.x = static_cast<char *>(c->scratch);
     x.unit = reinterpret_cast<float *>(x.x + x_bytes(a->n_tokens, a->w.cols));
     x.n_chunks = nbi_linear_chunks(&a->w);
@@ -166,8 +181,8 @@ static void run(nbi_cuda *c, const nbi_linear_call *a, uint32_t n_units)
 
 bool nbi_linear_wide(nbi_cuda *c, const nbi_linear_call *a)
 {
-    const uint32_t n_units =
-        nbi_ceil_div(a->w.n_rt, NBI_WIDE_ROW_TILES) * nbi_ceil_div(a->n_tokens, NBI_WIDE_TOKENS);
+    const uint32_t n_units = nbi_ceil_div(a->w.n_rt, NBI_WIDE_ROW_TILES) *
+                             nbi_ceil_div(a->n_tokens, unit_tokens(a->w.kind, a->n_tokens));
     if (c->rt.sm != 90 || a->n_tokens <= 64 || n_units * 3 < (uint32_t)c->rt.n_sms) return false;
     switch (a->w.kind) {
     case NBI_WEIGHT_NVFP4:

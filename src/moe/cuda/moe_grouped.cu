@@ -97,6 +97,20 @@ static NBI_DEV void add_segments(places &p, const work &w, uint32_t n_experts, u
     }
 }
 
+/* The n_tiles tiles of an expert that has `count` pairs: about as many of them in each, in steps of
+ * 16. */
+static NBI_DEV void list_tiles(nbi_moe_token_tile *to, uint32_t e, uint32_t first, uint32_t count,
+                               uint32_t n_tiles, uint32_t most)
+{
+    if (!n_tiles) return;
+    const uint32_t even = ((count + n_tiles - 1) / n_tiles + 15) / 16 * 16;
+    const uint32_t tile = even < most ? even : most;
+    for (uint32_t k = 0; k < n_tiles; k++) {
+        const uint32_t left = count - k * tile;
+        to[k] = {e, first + k * tile, left < tile ? left : tile};
+    }
+}
+
 /* Places of the block's segment, whose ids are at `segment`, behind add_segments(); tiles of expert
  * e are listed by block e % n_blocks. */
 static NBI_DEV void place_pairs(places &p, const work &w, const int32_t *segment,
@@ -109,10 +123,7 @@ static NBI_DEV void place_pairs(places &p, const work &w, const int32_t *segment
             first_tile += p.tiles[k];
         }
         if (e % n_blocks == blockIdx.x)
-            for (uint32_t k = 0; k < p.tiles[e]; k++) {
-                const uint32_t left = p.count[e] - k * tile;
-                w.tiles[first_tile + k] = {e, first + k * tile, left < tile ? left : tile};
-            }
+            list_tiles(w.tiles + first_tile, e, first, p.count[e], p.tiles[e], tile);
         if (e + 1 == n_experts && blockIdx.x == 0)
             *w.total = {first_tile + p.tiles[e], first + p.count[e]};
         p.first[e] += first;
@@ -395,7 +406,7 @@ void nbi_moe_grouped_run(nbi_cuda *c, const nbi_moe_layer *l, const nbi_moe_args
         s.n_pairs = s.n_rows * l->shape.top_k;
         const uint32_t each = pairs_each(&l->shape, s.n_rows);
         s.wide = !l->fp4 && c->rt.sm == 90 && each >= WIDE_PAIRS;
-        s.tokens = s.wide   ? NBI_MOE_WIDE_TOKENS
+        s.tokens = s.wide   ? nbi_moe_wide_tokens(&l->shape)
                    : l->fp4 ? nbi_moe_fp4_tokens(each)
                             : choose_tokens(c, &l->shape, s.n_rows);
         s.n_tiles = most_tiles(s.n_pairs, l->shape.n_experts, s.tokens);

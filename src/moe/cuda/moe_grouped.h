@@ -25,9 +25,7 @@ struct nbi_moe_work {
     float *h, *y;   /* [pairs][inter], [pairs][hidden]: one memory, h ends where y begins to live */
 };
 
-/* moe_wide.cu: products on warpgroups, compute capability 9.0; tiles of NBI_MOE_WIDE_TOKENS. */
-#define NBI_MOE_WIDE_TOKENS 128u
-
+/* moe_wide.cu: products on warpgroups, compute capability 9.0. */
 struct nbi_moe_wide_args {
     nbi_moe_work w;
     const int32_t *ids; /* [n_pairs] */
@@ -35,6 +33,9 @@ struct nbi_moe_wide_args {
     uint32_t top_k, n_experts, n_rows, n_pairs;
     uint32_t n_tiles; /* at most */
 };
+
+/* Tokens of a tile at most. */
+uint32_t nbi_moe_wide_tokens(const nbi_moe_shape *shape);
 
 /* x to h, behind begin and place; h to y. */
 void nbi_moe_wide_gate_up(nbi_cuda *c, const nbi_moe_wide_args &a, const nbi_moe_weights &weights);

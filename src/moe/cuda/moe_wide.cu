@@ -1,6 +1,6 @@
 /* The products of many rows on warpgroups (backend/cuda/wide.h). Callers: moe_grouped.cu.
  *
- * A unit is 128 rows of an expert's weights with up to 128 of its tokens. Units of the same tokens
+ * A unit is 128 rows of an expert's weights with up to 160 of its tokens. Units of the same tokens
  * come one after the other, so that their rows of x and the expert's weights stay in L2. */
 #include "backend/cuda/wide.h"
 #include "moe/cuda/moe_grouped.h"
@@ -73,11 +73,35 @@ static NBI_DEV void produce(const wide_product_args &a, nbi_wide_shared *shared)
     const uint32_t n_units = a.w.total->n_tiles * a.row_blocks;
     for (uint32_t i = blockIdx.x; i < n_units; i += gridDim.x) {
         const nbi_moe_token_tile tile = a.w.tiles[i / a.row_blocks];
-        p.unit<KIND>(a.rows, a.unit, tile.n, a.weights.first.n_kt, [&](uint32_t r) {
-            return GATE_UP ? a.w.pair[tile.first + r] / a.x_pairs : tile.first + r;
+        nbi_wide_by_tokens<KIND>(tile.n, [&]<uint32_t N>() {
+            p.unit<KIND, N>(a.rows, a.unit, tile.n, a.weights.first.n_kt, [&](uint32_t r) {
+                return GATE_UP ? a.w.pair[tile.first + r] / a.x_pairs : tile.first + r;
+            });
         });
     }
     p.end();
+}
+
+/* h[2 n + j] = swiglu of the gate in y[4 n + j] and the up in y[4 n + 2 + j], in the thread's
+ * n_here first tokens. */
+template <uint32_t N>
+NBI_DEV void swiglu_rows(float (&h)[N / 4], const float (&y)[N / 2], float gate_scale,
+                         float up_scale, uint32_t n_here)
+{
+    bool slow = false;
+#pragma unroll
+    for (uint32_t i = 0; i < N / 4; i++) {
+        const float gate = y[i / 2 * 4 + i % 2] * gate_scale;
+        const float up = y[i / 2 * 4 + i % 2 + 2] * up_scale;
+        const bool far = !(fabsf(gate) >= 0x1p-60f && fabsf(gate) <= 40.0f);
+        slow |= i / 2 * 8 + i % 2 < n_here && far;
+        h[i] = nbi_divide_in_range(gate, __fadd_rn(1.0f, expf(-gate))) * up;
+    }
+    if (!slow) return;
+#pragma unroll
+    for (uint32_t i = 0; i < N / 4; i++)
+        h[i] =
+            nbi_moe_swiglu(y[i / 2 * 4 + i % 2] * gate_scale, y[i / 2 * 4 + i % 2 + 2] * up_scale);
 }
 
 template <uint32_t N, bool GATE_UP>
@@ -89,21 +113,19 @@ template <uint32_t N, bool GATE_UP>
     const uint32_t g = (uint32_t)nbi_lane() / 4, t = (uint32_t)nbi_lane() % 4;
     const uint32_t low = rt * NBI_TILE_ROWS + g, row = GATE_UP ? rt * 8 + g : low;
     const float low_scale = w.row_scale[low], high_scale = w.row_scale[low + 8];
+    /* the thread's tokens are 8 n + j from 2 t on */
+    const uint32_t n_here = tile.n > 2 * t && row < w.rows ? tile.n - 2 * t : 0;
     float *to = a.out + (size_t)(tile.first + 2 * t) * w.rows + row;
+    float h[N / 4];
+    if (GATE_UP) swiglu_rows<N>(h, y, low_scale, high_scale, n_here);
 #pragma unroll
-    for (uint32_t n = 0; n < N / 8; n++)
-#pragma unroll
-        for (uint32_t j = 0; j < 2; j++) {
-            float *at = to + (size_t)(n * 8 + j) * w.rows;
-            if (n * 8 + 2 * t + j >= tile.n) continue;
-            const float low_y = y[4 * n + j] * low_scale, high_y = y[4 * n + 2 + j] * high_scale;
-            if (GATE_UP) {
-                if (row < w.rows) at[0] = nbi_moe_swiglu(low_y, high_y);
-            } else {
-                if (row < w.rows) at[0] = low_y;
-                if (row + 8 < w.rows) at[8] = high_y;
-            }
-        }
+    for (uint32_t i = 0; i < N / 4; i++) {
+        const uint32_t token = i / 2 * 8 + i % 2;
+        float *at = to + (size_t)token * w.rows;
+        if (token < n_here) at[0] = GATE_UP ? h[i] : y[i / 2 * 4 + i % 2] * low_scale;
+        if (!GATE_UP && token < n_here && row + 8 < w.rows)
+            at[8] = y[i / 2 * 4 + i % 2 + 2] * high_scale;
+    }
 }
 
 /* Unit i; behind the last: the last. */
@@ -133,7 +155,7 @@ static NBI_DEV void consume(const wide_product_args &a, nbi_wide_shared *shared)
     for (uint32_t i = blockIdx.x; i < n_units; i += gridDim.x) {
         const wide_unit next = find(i + gridDim.x);
         const nbi_cuda_packed after = nbi_moe_expert(a.weights, next.tile.expert);
-        nbi_wide_by_tokens(at.tile.n, [&]<uint32_t N>() {
+        nbi_wide_by_tokens<KIND>(at.tile.n, [&]<uint32_t N>() {
             float y[N / 2];
             k.template unit<N>(y, w, inside(at.rt), after, inside(next.rt));
             put_rows<N, GATE_UP>(a, w, at.tile, y, at.rt);
@@ -211,6 +233,13 @@ static void down(nbi_cuda *c, const nbi_moe_wide_args &a, const nbi_moe_weights 
     h.n_experts = a.n_experts;
     launch_convert<KIND>(c, h);
     launch_product<KIND, false>(c, {weights, a.w, a.w.hc, a.w.he, a.w.y, 1, 0}, a.n_tiles);
+}
+
+uint32_t nbi_moe_wide_tokens(const nbi_moe_shape *shape)
+{
+    const uint32_t up = nbi_wide_tokens(shape->kind_gate_up),
+                   down = nbi_wide_tokens(shape->kind_down);
+    return up < down ? up : down;
 }
 
 void nbi_moe_wide_gate_up(nbi_cuda *c, const nbi_moe_wide_args &a, const nbi_moe_weights &weights)
