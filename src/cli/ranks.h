@@ -30,8 +30,7 @@ typedef struct nbi_ranks_options {
          NBI_OPT_FLAG,                                                                            \
          &(o)->no_batch_overlap,                                                                  \
          NULL,                                                                                    \
-         "on GPUs: nothing begins before a sum over ranks has ended,\nand no norm takes one "     \
-         "along",                                                                                 \
+         "on GPUs: nothing begins beside a sum over ranks",                                       \
          false},                                                                                  \
         {"shard-latents",                                                                         \
          NBI_OPT_FLAG,                                                                            \

@@ -229,6 +229,7 @@ static void test_one_shot(void **state)
     (void)state;
     assert_int_equal(ranks_run(2, body, "one-shot"), 0);
     assert_int_equal(ranks_run(3, body, "one-shot"), 0);
+    assert_int_equal(ranks_run(2, body, "one-shot-norms"), 0);
 }
 
 static void test_staged(void **state)
@@ -384,18 +385,20 @@ static int bench(nbi_comm *comm, const void *user)
 {
     static const uint32_t kb[] = {4, 8, 12, 16, 24, 48, 96, 192, 384, 768, 1536, 6144, 24576};
     static const char *const names[] = {"sum", "sum and norm", "norm"};
-    const bool staged = !strcmp(user, "staged");
+    const bool staged = !strcmp(user, "staged"), nccl = !strcmp(user, "nccl");
     nbi_backend *b = open_device(comm, user);
     const size_t most = (size_t)5 * 24576 * 256;
     float *x = b->ops->alloc(b, most * sizeof *x);
     if (!x) return 1;
     for (uint32_t k = 0; k < sizeof kb / sizeof *kb; k++) {
         for (uint32_t work = SUM; work < WORKS; work++) {
-            if ((kb[k] > 1536 || staged) && (work != SUM || (staged && kb[k] > 1536))) continue;
+            if ((kb[k] > 1536 || staged) && (work != SUM || kb[k] > (nccl ? 24576 : 1536)))
+                continue;
             const double us = time_step(b, x, kb[k] * 256, (enum work)work);
             if (nbi_comm_rank(comm) == 0)
                 printf("%s: %s of %u KB over %u ranks on %s: %.2f us\n", (const char *)user,
                        names[work], kb[k], nbi_comm_size(comm), b->description, us);
+            fflush(stdout);
         }
     }
     b->ops->release(b, x, most * sizeof *x);
@@ -412,7 +415,7 @@ int main(int argc, char **argv)
     for (uint32_t n = 2; n <= 4; n++) per_device[n] = ranks_per_device(n);
     if (argc > 2 && !strcmp(argv[1], "--bench")) return (int)ranks_run(2, bench, argv[2]);
     if (argc > 1 && !strcmp(argv[1], "--bench"))
-        return (int)(ranks_run(2, bench, "one-shot") + ranks_run(2, bench, "nccl") +
-                     ranks_run(2, bench, "staged"));
+        return (int)(ranks_run(2, bench, "one-shot") + ranks_run(2, bench, "one-shot-norms") +
+                     ranks_run(2, bench, "nccl") + ranks_run(2, bench, "staged"));
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

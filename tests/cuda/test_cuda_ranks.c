@@ -116,10 +116,12 @@ static void compare(const char *dir, uint32_t n, uint32_t ep_size, const char *k
     run cpu = {dir, "cpu", NULL, kv_dtype, ep_size, 6, 0, make_logits()},
         one_shot = {dir, "cuda", "one-shot", kv_dtype, ep_size, 6, 0, make_logits()},
         staged = {dir, "cuda", "staged", kv_dtype, ep_size, 24, 0, make_logits()},
+        norms = {dir, "cuda", "one-shot-norms", kv_dtype, ep_size, 1, 0, make_logits()},
         alone = {dir, "cuda", NULL, kv_dtype, 1, 24, 0, make_logits()};
     assert_int_equal(ranks_run(n, body, &cpu), 0);
     assert_int_equal(ranks_run(n, body, &one_shot), 0);
     assert_int_equal(ranks_run(n, body, &staged), 0);
+    assert_int_equal(ranks_run(n, body, &norms), 0);
     assert_int_equal(ranks_run(1, body, &alone), 0);
     const double off = distance(one_shot.logits, cpu.logits),
                  one = distance(one_shot.logits, alone.logits);
@@ -127,7 +129,9 @@ static void compare(const char *dir, uint32_t n, uint32_t ep_size, const char *k
                   dir, n, ep_size, off, one);
     assert_true(off < (strcmp(kv_dtype, "bf16") ? 2e-2 : 1e-2) && one < 1e-3);
     assert_memory_equal(one_shot.logits, staged.logits, TOKENS * VOCAB_MAX * sizeof *staged.logits);
+    assert_memory_equal(one_shot.logits, norms.logits, TOKENS * VOCAB_MAX * sizeof *norms.logits);
     free_logits(cpu.logits);
+    free_logits(norms.logits);
     free_logits(one_shot.logits);
     free_logits(staged.logits);
     free_logits(alone.logits);

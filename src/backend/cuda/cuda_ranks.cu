@@ -92,7 +92,7 @@ const nbi_peer_view *nbi_cuda_peers_of_norms(const nbi_cuda *c, size_t n)
 {
     const nbi_cuda_ranks *r = c->ranks;
     NB_ASSERT(r);
-    if (!r->one_shot || r->link.size != 2 || c->apart_sums) return NULL;
+    if (!r->norms_sum || !r->one_shot || r->link.size != 2 || c->apart_sums) return NULL;
     if (r->use_nccl && n >= r->nccl_from) return NULL;
     return NBI_EMULATED || c->ranks_per_device == 1 ? &r->peers.norms : NULL;
 }
@@ -196,7 +196,8 @@ static nb_status open_nccl(nbi_cuda *c, bool slices, nb_error *why, nb_error *er
     return goes_on_without(c, err);
 }
 
-static const char *const exchanges[] = {"auto", "one-shot", "nccl", "nccl-slices", "staged"};
+static const char *const exchanges[] = {"auto", "one-shot",    "one-shot-norms",
+                                        "nccl", "nccl-slices", "staged"};
 
 /* Opens what the name allows; a form that was asked for by its own name has to be there. */
 static nb_status choose(nbi_cuda *c, nb_error *one_shot_why, nb_error *nccl_why, nb_error *err)
@@ -209,10 +210,11 @@ static nb_status choose(nbi_cuda *c, nb_error *one_shot_why, nb_error *nccl_why,
     if (!known)
         return nbi_fail(err, NB_INVALID,
                         "--gpu-exchange is \"%s\"; expected auto, one-shot, nccl or staged", name);
-    if (any || !strcmp(name, "one-shot")) {
+    r->norms_sum = !strcmp(name, "one-shot-norms");
+    if (any || r->norms_sum || !strcmp(name, "one-shot")) {
         NB_TRY(open_peers(c, one_shot_why, err));
         if (!r->one_shot && !any)
-            return nbi_fail(err, NB_UNSUPPORTED, "--gpu-exchange one-shot: %s", one_shot_why->text);
+            return nbi_fail(err, NB_UNSUPPORTED, "--gpu-exchange %s: %s", name, one_shot_why->text);
     }
     if (any || slices || !strcmp(name, "nccl")) {
         NB_TRY(open_nccl(c, slices, nccl_why, err));
@@ -226,7 +228,7 @@ static nb_status choose(nbi_cuda *c, nb_error *one_shot_why, nb_error *nccl_why,
 static nb_status measure(nbi_cuda *c, nbi_exchange_times *t, nb_error *err)
 {
     nbi_cuda_ranks *r = c->ranks;
-    *t = {{3072, 6144, 24576, 98304, 393216, 1572864, 6291456, 25165824}, {}, {}};
+    *t = {{3072, 6144, 12288, 24576, 98304, 393216, 1572864, 6291456}, {}, {}};
     if (NBI_EMULATED) /* it takes long, and says nothing */
         for (uint32_t i = 0; i < NBI_EXCHANGE_SIZES; i++) t->values[i] = 256 * (i + 1);
     r->nccl_from = SIZE_MAX;

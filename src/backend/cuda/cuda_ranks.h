@@ -30,6 +30,7 @@ struct nbi_cuda_nccl {
 struct nbi_cuda_ranks {
     nbi_rank_link link;
     bool one_shot, use_nccl;
+    bool norms_sum;   /* with one-shot: norms take sums along (norm.h) */
     size_t nccl_from; /* with both: sums of so many values and more are NCCL's */
     nbi_cuda_peers peers;
     nbi_cuda_nccl nccl;
