@@ -49,11 +49,20 @@ def ranks_of(launcher):
     return found
 
 
+def is_there(pid):
+    """Not so what has ended and init has not fetched yet."""
+    try:
+        state, parent = pathlib.Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[:2]
+    except OSError:
+        return False
+    return (state, parent) != ("Z", "1")
+
+
 def gone(pids, seconds=30):
     """Waits until none of the processes is left; returns those that are."""
     end = time.monotonic() + seconds
     while True:
-        left = [p for p in pids if pathlib.Path(f"/proc/{p}").exists()]
+        left = [p for p in pids if is_there(p)]
         if not left or time.monotonic() > end:
             return left
         time.sleep(0.02)
