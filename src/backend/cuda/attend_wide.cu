@@ -4,14 +4,16 @@
  * A block has 32 slots (pairs of a row and a head), which are 64 rows of both products: the upper
  * BF16 halves of eight slots' queries, or probabilities, then the lower ones, so that both are in
  * one thread and their products are added there. It walks over tiles of 64 positions. The first
- * warpgroup asks for positions, each of its warps for half a tile in a stage of its own. The second
+ * warpgroup asks for positions, each of its warps for a quarter of every tile. The second
  * makes scores and probabilities, a quarter of the slots per warp. The other two have 256 of the
  * 512 columns of sums each, and take up one tile while the second is at the next. */
 #include "backend/cuda/attend.h"
 
 #define TILE    64
-#define HALF    32 /* positions of a stage, half of a tile */
-#define STAGES  4
+#define HALF    32
+#define PART    16 /* positions of a tile that one warp asks for */
+#define PARTS   (TILE / PART)
+#define STAGES  2
 #define LATENT  512
 #define WIDTH   (LATENT + 64)
 #define BLOCKS  (WIDTH / 64) /* of 64 columns: a row of one has 128 bytes */
@@ -36,21 +38,20 @@ struct block_part {
 /* Of a row of 128 bytes, the 16-byte piece q lies at q ^ row % 8. */
 struct alignas(1024) block_memory {
     uint16_t q[BLOCKS][2 * SLOTS][64];
-    uint16_t tile[STAGES / 2][BLOCKS][TILE][64];
+    uint16_t tile[STAGES][BLOCKS][TILE][64];
     uint16_t p[2 * SLOTS][TILE];
     float keep[SLOTS], m[SLOTS], sum[SLOTS]; /* as p: of one tile; m and sum where a split ends */
     nbi_attend_slot slot[SLOTS];
     block_part part;
-    uint64_t full[STAGES], empty[STAGES], p_full, p_empty;
+    uint64_t full[STAGES], empty[STAGES][2], p_full, p_empty; /* empty: of half a tile */
 };
 
 /* ---------------------------------------------------------------- positions on their way */
 
-/* Where this lane's position of a half tile begins; -1 behind the last. */
-NBI_DEV long long find_place(const nbi_cuda_attend &a, const nbi_attend_group &g,
-                             uint32_t half_tile)
+/* Where this lane's position of a part begins; -1 behind the last. */
+NBI_DEV long long find_place(const nbi_cuda_attend &a, const nbi_attend_group &g, uint32_t part)
 {
-    const uint32_t j = half_tile * HALF + (uint32_t)nbi_lane();
+    const uint32_t j = part * PART + (uint32_t)nbi_lane() % PART;
     if (j >= g.n) return -1;
     return (long long)nbi_attend_place(a, g.seq, nbi_attend_position(a, g.row, j));
 }
@@ -66,7 +67,7 @@ NBI_DEV void load_bf16(const nbi_cuda_attend &a, long long place, uint16_t *stag
     const uint16_t *from = static_cast<const uint16_t *>(a.k);
     const int q = nbi_lane() % 8;
 #pragma unroll 2
-    for (int i = 0; i < HALF / 4; i++) {
+    for (int i = 0; i < PART / 4; i++) {
         const int row = 4 * i + nbi_lane() / 8;
         const long long at = __shfl_sync(NBI_FULL_MASK, place, row);
         const uint16_t *p = from + (at < 0 ? 0 : at) + 8 * q;
@@ -82,7 +83,7 @@ NBI_DEV void load_codes(const nbi_cuda_attend &a, long long place, uint16_t *sta
     const uint8_t *from = static_cast<const uint8_t *>(a.k);
     const int lane = nbi_lane(), q = lane % 8;
 #pragma unroll 1
-    for (int i = 0; i < HALF / 4; i++) {
+    for (int i = 0; i < PART / 4; i++) {
         const int row = 4 * i + lane / 8;
         const long long at = __shfl_sync(NBI_FULL_MASK, place, row);
         const uint8_t *p = from + (at < 0 ? 0 : at) + 16 * q;
@@ -91,8 +92,9 @@ NBI_DEV void load_codes(const nbi_cuda_attend &a, long long place, uint16_t *sta
             nbi_copy_async(piece_of(stage, 4 + b, row, q), p + 128 * b, at >= 0);
         nbi_copy_async(piece_of(stage, BLOCKS - 1, row, q), p + LATENT + 16, at >= 0);
     }
-    nbi_copy_async(piece_of(stage, 0, lane, 0), from + (place < 0 ? 0 : place) + LATENT,
-                   place >= 0);
+    if (lane < PART)
+        nbi_copy_async(piece_of(stage, 0, lane, 0), from + (place < 0 ? 0 : place) + LATENT,
+                       place >= 0);
 }
 
 NBI_DEV void decode_codes(uint16_t *stage)
@@ -100,7 +102,7 @@ NBI_DEV void decode_codes(uint16_t *stage)
     const int lane = nbi_lane();
     __syncwarp();
 #pragma unroll 1
-    for (int row = 0; row < HALF; row++) { /* more at once would take more than 32 registers */
+    for (int row = 0; row < PART; row++) { /* more at once would take more than 32 registers */
         const nbi_u32x4 codes =
             *reinterpret_cast<const nbi_u32x4 *>(piece_of(stage, 4 + lane / 8, row, lane % 8));
         const float scale = reinterpret_cast<const float *>(piece_of(stage, 0, row, 0))[lane / 8];
@@ -114,37 +116,43 @@ NBI_DEV void decode_codes(uint16_t *stage)
     }
 }
 
-/* A warp of the first warpgroup: every fourth half tile. What steps before left in the cache is
- * asked for while the kernel before still runs. */
+/* A warp of the first warpgroup: a part of every tile. What steps before left in the cache is asked
+ * for while the kernel before still runs. */
 template <bool CODES> NBI_DEV void produce(const nbi_cuda_attend &a, block_memory *s)
 {
     const block_part &p = s->part; /* not in registers */
-    const uint32_t warp = threadIdx.x / NBI_WARP;
     const uint32_t old = a.select ? 0 : (uint32_t)a.pos[a.seq_first[p.g.seq]];
-    uint16_t *stage = s->tile[warp / 2][0][warp % 2 * HALF];
     bool waited = a.select != NULL; /* by latent_kernel() */
     if (waited) nbi_let_next();
-    uint32_t half_tile = 2 * p.begin + warp, round = 0;
-    long long place = find_place(a, p.g, half_tile);
-    for (; half_tile < 2 * p.end; half_tile += STAGES, round++) {
-        if (!waited && (half_tile + 1) * HALF > old) {
+    uint32_t part = PARTS * p.begin + threadIdx.x / NBI_WARP;
+    long long place = find_place(a, p.g, part);
+    for (; part < PARTS * p.end; part += PARTS) {
+        if (!waited && (part + 1) * PART > old) {
             nbi_wait_before();
             nbi_let_next();
             waited = true;
         }
-        nbi_bar_wait(&s->empty[warp], (round & 1) ^ 1);
+        const uint32_t count = part / PARTS - p.begin, at = count % STAGES,
+                       row = part % PARTS * PART;
+        uint16_t *stage = s->tile[at][0][row];
+        nbi_bar_wait(&s->empty[at][row / HALF], (count / STAGES & 1) ^ 1);
         if (CODES)
             load_codes(a, place, stage);
         else
             load_bf16(a, place, stage);
-        nbi_copy_commit();
-        place = find_place(a, p.g, half_tile + STAGES);
-        nbi_copy_wait<0>();
-        if (CODES) decode_codes(stage);
-        nbi_shared_to_async();
-        __syncwarp();
-        if (nbi_lane() == 0) nbi_bar_arrive(&s->full[warp]);
+        place = find_place(a, p.g, part + PARTS);
+        if (CODES) {
+            nbi_copy_commit();
+            nbi_copy_wait<0>();
+            decode_codes(stage);
+            nbi_shared_to_async();
+            nbi_bar_arrive(&s->full[at]);
+        } else {
+            nbi_copy_arrive(&s->full[at]);
+        }
     }
+    nbi_copy_commit();
+    nbi_copy_wait<0>(); /* none is on its way when a thread ends */
     if (!waited) {
         nbi_wait_before();
         nbi_let_next();
@@ -278,10 +286,10 @@ NBI_DEV void make_probabilities(const nbi_cuda_attend &a, const block_part &p, b
     softmax r = {-INFINITY, 0};
 #pragma unroll 1
     for (uint32_t tile = p.begin; tile < p.end; tile++) {
-        const uint32_t count = tile - p.begin, at = count % 2, parity = count / 2 & 1;
+        const uint32_t count = tile - p.begin, at = count % STAGES;
         const bool ends = (tile & last) == last || tile + 1 == p.end;
-        nbi_bar_wait(&s->full[2 * at], parity);
-        nbi_bar_wait(&s->full[2 * at + 1], parity);
+        nbi_bar_wait(&s->full[at], count / STAGES & 1);
+        nbi_shared_to_async(); /* of the copies */
         float d[TILE / 2];
         score_tile(s, s->tile[at][0][0], d);
         const float keep = fold_tile(d, n - (int)(tile * TILE), scale, r);
@@ -349,11 +357,11 @@ NBI_DEV void add_values(sums &x, block_memory *s, uint32_t at, bool more, float 
         if (k % 2) nbi_wgmma_commit();
     }
     nbi_wgmma_wait<1>();
-    give_back(&s->empty[2 * at]);
+    give_back(&s->empty[at][0]);
     nbi_wgmma_wait<0>();
     nbi_wgmma_hold(x.o[0]);
     nbi_wgmma_hold(x.o[1]);
-    give_back(&s->empty[2 * at + 1]);
+    give_back(&s->empty[at][1]);
 }
 
 /* ---------------------------------------------------------------- splits */
@@ -416,8 +424,9 @@ NBI_DEV void add_tiles(const nbi_cuda_attend &a, const block_part &p, block_memo
         const uint32_t count = tile - p.begin;
         const bool ends = (tile & last) == last || tile + 1 == p.end;
         nbi_bar_wait(&s->p_full, count & 1);
+        nbi_shared_to_async();
         const float keep = s->keep[own], m = s->m[own], l = s->sum[own];
-        add_values(x, s, count % 2, (tile & last) != 0, keep);
+        add_values(x, s, count % STAGES, (tile & last) != 0, keep);
         give_back(&s->p_empty);
         if (ends && slot.n > (tile & ~last) * TILE) {
             if (WALK)
@@ -468,8 +477,8 @@ NBI_DEV void open_barriers(block_memory *s)
 {
     const uint32_t i = threadIdx.x;
     if (i < STAGES) {
-        nbi_bar_init(&s->full[i], 1);
-        nbi_bar_init(&s->empty[i], 2 * GROUP / NBI_WARP);
+        nbi_bar_init(&s->full[i], PARTS * NBI_WARP);
+        for (int h = 0; h < 2; h++) nbi_bar_init(&s->empty[i][h], 2 * GROUP / NBI_WARP);
     }
     if (i == STAGES) {
         nbi_bar_init(&s->p_full, GROUP / NBI_WARP);

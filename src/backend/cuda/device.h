@@ -579,6 +579,21 @@ NBI_DEV void nbi_copy_bulk(void *shared, const void *src, uint32_t bytes, uint64
 #endif
 }
 
+/* Arrives once all of this thread's asynchronous copies so far are there. */
+NBI_DEV void nbi_copy_arrive(uint64_t *bar)
+{
+#if NBI_EMULATED
+    nbi_emu_copy_commit();
+    nbi_emu_copy_wait(0);
+    nbi_emu_bar_arrive(bar, 0);
+#elif NBI_SM90
+    const uint32_t at = (uint32_t)__cvta_generic_to_shared(bar);
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(at) : "memory");
+#else
+    __trap();
+#endif
+}
+
 /* Barrier `id` (1 to 15) of `threads` threads of the block. */
 NBI_DEV void nbi_sync_some(uint32_t id, uint32_t threads)
 {
