@@ -396,6 +396,29 @@ NBI_DEV bool nbi_arrive_last(uint32_t *count, uint32_t n, bool *last)
     return *last;
 }
 
+/* Counts one more arrival; what the block stored before a barrier can be read by whoever sees it.
+ */
+NBI_DEV void nbi_arrive(uint32_t *count)
+{
+#if NBI_EMULATED
+    atomicAdd(count, 1u);
+#else
+    asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(count) : "memory");
+#endif
+}
+
+/* Arrivals up to now; what those that came stored can be read, past the L1 cache. */
+NBI_DEV uint32_t nbi_arrived(const uint32_t *count)
+{
+#if NBI_EMULATED
+    return *count;
+#else
+    uint32_t r;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(r) : "l"(count) : "memory");
+    return r;
+#endif
+}
+
 /* Packets of 16 bytes between kernels of different GPUs: each half of 8 bytes arrives whole, halves
  * and packets in any order. */
 NBI_DEV void nbi_packet_send(void *to, const nbi_u32x4 &x)

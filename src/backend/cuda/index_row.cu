@@ -14,6 +14,7 @@
 #define MOST      16384u /* positions */
 #define BINS      2048u
 #define OWN_BINS  (BINS / THREADS)
+#define PADDED    (4u * THREADS)
 #define FEW       1024u /* keys of a bin that are ranked by comparing all with all */
 #define STEPS     (NBI_CHUNK_COLS / 16)
 
@@ -24,11 +25,12 @@ struct row_work {
     bool appends;
     nbi_mla_product absorb;
     nbi_mla_rows latents;
-    uint32_t absorbers;        /* blocks that absorb and append latents, once for all rows; or 0 */
-    uint32_t producers;        /* blocks of a row that weigh; 0: a.w is there */
-    uint32_t n_chunks;         /* of a product that weighs */
-    float *parts;              /* [row][chunk][n_rt * 16] */
-    uint32_t *ready, *arrived; /* [row]: blocks; zero between kernels */
+    uint32_t absorbers; /* blocks that absorb and append latents, once for all rows; or 0 */
+    uint32_t producers; /* blocks of a row that weigh; 0: a.w is there */
+    uint32_t n_chunks;  /* of a product that weighs */
+    nbi_divisor chunks, columns; /* by n_chunks; by the blocks of a head that absorb */
+    float *parts;                /* [row][chunk][n_rt * 16] */
+    uint32_t *ready, *arrived;   /* [row]: blocks; zero between kernels */
 };
 /* ---------------------------------------------------------------- weights of heads */
 
@@ -37,8 +39,8 @@ static NBI_DEV void weigh(const row_work &k, uint32_t t)
 {
     const uint32_t warp = threadIdx.x / NBI_WARP, lane = (uint32_t)nbi_lane(), quad = lane % 4;
     const nbi_cuda_packed &m = k.weigh.w;
-    const uint32_t unit = blockIdx.x * WARPS + warp, rt = unit / k.n_chunks;
-    const uint32_t chunk = unit % k.n_chunks, column = chunk * NBI_CHUNK_COLS;
+    const uint32_t unit = blockIdx.x * WARPS + warp, rt = nbi_div(unit, k.chunks);
+    const uint32_t chunk = nbi_mod(unit, k.chunks), column = chunk * NBI_CHUNK_COLS;
     const bool real = rt < m.n_rt;
     nbi_u32x4 w[STEPS] = {};
     const char *from = static_cast<const char *>(m.data) +
@@ -76,33 +78,36 @@ static NBI_DEV void weigh(const row_work &k, uint32_t t)
                     lane / 4 + 8 * i] = sum[i];
     }
     __syncthreads();
-    if (threadIdx.x) return;
-    __threadfence();
-    atomicAdd(&k.ready[t], 1u);
+    if (threadIdx.x == 0) nbi_arrive(&k.ready[t]);
 }
 
-/* The first n_heads threads: a head's weight. Their products are written by one block. */
-static NBI_DEV float weight_of_head(const row_work &k, uint32_t t, bool write)
+/* All threads: the heads' weights into w, through `parts` of shared memory. Their products are left
+ * in memory by one block. */
+static NBI_DEV void take_weights(const row_work &k, uint32_t t, float row_scale, float *w,
+                                 float *parts, bool leave)
 {
-    const uint32_t h = threadIdx.x, rows = k.weigh.w.n_rt * NBI_TILE_ROWS;
-    if (!k.producers) return k.a.w[t * k.a.n_heads + h] * k.a.head_scale;
-    const uint32_t *from =
-        reinterpret_cast<const uint32_t *>(k.parts) + (size_t)t * k.n_chunks * rows + h;
+    const uint32_t h = threadIdx.x, rows = k.a.n_heads;
+    if (!k.producers) {
+        __syncthreads();
+        if (h < rows) w[h] = k.a.w[t * rows + h] * k.a.head_scale;
+        return;
+    }
+    if (h == 0)
+        while (nbi_arrived(&k.ready[t]) < k.producers) nbi_spin();
+    __syncthreads();
+    const uint32_t n = k.n_chunks * rows;
+    const uint32_t *from = reinterpret_cast<const uint32_t *>(k.parts) + (size_t)t * n;
+#pragma unroll 4
+    for (uint32_t i = threadIdx.x; i < n; i += THREADS)
+        parts[i] = nbi_float(nbi_load_fresh(from + i));
+    __syncthreads();
+    if (h >= rows) return;
     float y = 0;
 #pragma unroll 8
-    for (uint32_t c = 0; c < k.n_chunks; c++) y += nbi_float(nbi_load_fresh(from + c * rows));
-    y = fmaf(y, k.weigh.w.row_scale[h], 0);
-    if (write) k.weigh.y[(size_t)t * k.weigh.y_stride + h] = y;
-    return y * k.a.head_scale;
-}
-
-static NBI_DEV void wait_for_weights(const row_work &k, uint32_t t)
-{
-    if (threadIdx.x == 0 && k.producers) {
-        while (nbi_load_fresh(&k.ready[t]) < k.producers) nbi_spin();
-        __threadfence();
-    }
-    __syncthreads();
+    for (uint32_t c = 0; c < k.n_chunks; c++) y += parts[c * rows + h];
+    y = fmaf(y, row_scale, 0);
+    if (leave) k.weigh.y[(size_t)t * k.weigh.y_stride + h] = y;
+    w[h] = y * k.a.head_scale;
 }
 
 /* ---------------------------------------------------------------- absorb */
@@ -118,8 +123,9 @@ static NBI_DEV void absorb(const row_work &k, uint32_t i)
         if (!blockIdx.y) nbi_mla_append_latent(k.latents, i);
         return;
     }
-    const uint32_t j = i - k.absorb.n_rows, columns = (k.absorb.lora + COLUMNS - 1) / COLUMNS;
-    nbi_mla_absorb<1, true, COLUMNS>(k.absorb, k.latents, j / columns, j % columns * COLUMNS, 0);
+    const uint32_t j = i - k.absorb.n_rows;
+    nbi_mla_absorb<1, true, COLUMNS>(k.absorb, k.latents, nbi_div(j, k.columns),
+                                     nbi_mod(j, k.columns) * COLUMNS, 0);
 }
 
 /* ---------------------------------------------------------------- scores */
@@ -128,6 +134,7 @@ template <int HEADS> struct score_memory {
     uint16_t keys[POSITIONS][NBI_INDEX_ROW];
     uint16_t q_hi[HEADS][NBI_INDEX_ROW], q_lo[HEADS][NBI_INDEX_ROW];
     float w[HEADS];
+    float key[NBI_INDEX_DIM]; /* the new one */
 };
 
 /* Keys [from, to) of the block's positions on their way to shared memory. */
@@ -147,20 +154,30 @@ static NBI_DEV void ask_keys(const nbi_index_rows &a, score_memory<HEADS> *s, in
     nbi_copy_commit();
 }
 
+/* The pair of values of a head that a thread turns. */
+struct turn {
+    uint32_t iu, iv;
+    float cs, sn;
+    bool turns;
+};
+
+static NBI_DEV turn turn_of(const nbi_rope_arg &r, size_t t, uint32_t pair)
+{
+    turn x = {2 * pair, 2 * pair + 1, 1, 0, pair < r.dim / 2};
+    if (!x.turns) return x;
+    nbi_rope_pair(r, pair, &x.iu, &x.iv);
+    x.cs = r.cos[t * (r.dim / 2) + pair];
+    x.sn = r.sin[t * (r.dim / 2) + pair];
+    return x;
+}
+
 /* The queries of row t, turned, in two BF16 halves: a thread has one pair of all heads. */
 template <int HEADS>
-static NBI_DEV void take_queries(const nbi_index_rows &a, score_memory<HEADS> *s, size_t t)
+static NBI_DEV void take_queries(const nbi_index_rows &a, score_memory<HEADS> *s, size_t t,
+                                 const turn &x)
 {
     constexpr uint32_t PAIRS = NBI_INDEX_DIM / 2, EACH = THREADS / PAIRS;
-    const uint32_t pair = threadIdx.x % PAIRS, h0 = threadIdx.x / PAIRS;
-    const bool turn = pair < a.rope.dim / 2;
-    uint32_t iu = 2 * pair, iv = 2 * pair + 1;
-    float cs = 1, sn = 0;
-    if (turn) {
-        nbi_rope_pair(a.rope, pair, &iu, &iv);
-        cs = a.rope.cos[t * (a.rope.dim / 2) + pair];
-        sn = a.rope.sin[t * (a.rope.dim / 2) + pair];
-    }
+    const uint32_t h0 = threadIdx.x / PAIRS, iu = x.iu, iv = x.iv;
     const float *q = a.q + (t * HEADS + h0) * NBI_INDEX_DIM;
     float u[HEADS / EACH], v[HEADS / EACH];
 #pragma unroll
@@ -171,11 +188,7 @@ static NBI_DEV void take_queries(const nbi_index_rows &a, score_memory<HEADS> *s
 #pragma unroll
     for (uint32_t i = 0; i < HEADS / EACH; i++) {
         uint32_t hi, lo;
-        const float x = u[i], y = v[i];
-        if (turn) {
-            u[i] = fmaf(x, cs, -(y * sn));
-            v[i] = fmaf(x, sn, y * cs);
-        }
+        if (x.turns) nbi_rope_turn_by(x.cs, x.sn, &u[i], &v[i]);
         nbi_halves(u[i], v[i], &hi, &lo);
         const uint32_t h = h0 + i * EACH;
         s->q_hi[h][iu] = (uint16_t)hi;
@@ -237,14 +250,23 @@ static NBI_DEV void put_scores(const row_work &k, const score_memory<HEADS> *s,
 /* ---------------------------------------------------------------- the choice */
 
 struct choice {
-    uint32_t count[BINS];
+    alignas(16) uint32_t count[BINS];
     uint32_t few[FEW];
     uint32_t sums[WARPS];
     uint32_t lowest[WARPS], highest[WARPS];
     uint32_t bin, larger, n_few; /* found by the step before */
     uint32_t edge, ties;
-    alignas(16) uint32_t keys[4]; /* [n, to a multiple of 4] */
+    bool all;                     /* keys that equal the edge are taken */
+    alignas(16) uint32_t keys[4]; /* [n, to a multiple of PADDED]; 0 behind the last */
 };
+
+/* f(four keys) of all keys; 0 is none. Few warps wait for what they look at: four at a time. */
+template <class F> static NBI_DEV void each_four(const choice *s, uint32_t padded, const F &f)
+{
+#pragma unroll 2
+    for (uint32_t i = 4 * threadIdx.x; i < padded; i += PADDED)
+        f(*reinterpret_cast<const nbi_u32x4 *>(s->keys + i));
+}
 
 /* Exclusive sum of x over the block's threads. */
 static NBI_DEV uint32_t block_scan(choice *s, uint32_t x)
@@ -332,13 +354,14 @@ static NBI_DEV void rank_few(choice *s, uint32_t k)
         if (above < need && above + equal >= need) {
             s->edge = key;
             s->ties = need - above;
+            s->all = above + equal == need;
         }
     }
     __syncthreads();
 }
 
 /* The edge digit by digit (11, 11 and 10 bits), whatever the keys. */
-static NBI_DEV void rank_digits(choice *s, uint32_t n, uint32_t k)
+static NBI_DEV void rank_digits(choice *s, uint32_t padded, uint32_t k)
 {
     uint32_t prefix = 0, fixed = 0;
     __syncthreads(); /* s->larger was read */
@@ -347,9 +370,12 @@ static NBI_DEV void rank_digits(choice *s, uint32_t n, uint32_t k)
         const uint32_t shift = d == 0 ? 21 : d == 1 ? 10 : 0, mask = d < 2 ? 0x7ff : 0x3ff;
         clear_bins(s);
         __syncthreads();
-        for (uint32_t i = threadIdx.x; i < n; i += THREADS)
-            if ((s->keys[i] & fixed) == prefix)
-                atomicAdd(&s->count[s->keys[i] >> shift & mask], 1u);
+        each_four(s, padded, [=](const nbi_u32x4 &x) {
+#pragma unroll
+            for (int j = 0; j < 4; j++)
+                if (x.v[j] && (x.v[j] & fixed) == prefix)
+                    atomicAdd(&s->count[x.v[j] >> shift & mask], 1u);
+        });
         __syncthreads();
         find_bin(s, k);
         prefix |= s->bin << shift;
@@ -358,21 +384,24 @@ static NBI_DEV void rank_digits(choice *s, uint32_t n, uint32_t k)
     if (threadIdx.x == 0) {
         s->edge = prefix;
         s->ties = k - s->larger;
+        s->all = false;
     }
     __syncthreads();
 }
 
 /* s->edge, and how many keys that equal it are taken. */
-static NBI_DEV void find_edge(choice *s, uint32_t n, uint32_t k)
+static NBI_DEV void find_edge(choice *s, uint32_t padded, uint32_t k)
 {
     const uint32_t warp = threadIdx.x / NBI_WARP;
     uint32_t lowest = UINT32_MAX, highest = 0;
-    for (uint32_t i = threadIdx.x; i < n; i += THREADS) {
-        const uint32_t key = s->keys[i];
-        lowest = key < lowest ? key : lowest;
-        highest = key > highest ? key : highest;
-    }
-    lowest = nbi_warp_min(lowest);
+    each_four(s, padded, [&](const nbi_u32x4 &x) {
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            lowest = x.v[j] - 1 < lowest ? x.v[j] - 1 : lowest;
+            highest = x.v[j] > highest ? x.v[j] : highest;
+        }
+    });
+    lowest = nbi_warp_min(lowest) + 1;
     highest = nbi_warp_max(highest);
     if (nbi_lane() == 0) {
         s->lowest[warp] = lowest;
@@ -382,81 +411,191 @@ static NBI_DEV void find_edge(choice *s, uint32_t n, uint32_t k)
     if (threadIdx.x == 0) s->larger = s->n_few = 0;
     __syncthreads();
     const bins b = make_bins(s);
-    for (uint32_t i = threadIdx.x; i < n; i += THREADS) atomicAdd(&s->count[b.of(s->keys[i])], 1u);
+    each_four(s, padded, [=](const nbi_u32x4 &x) {
+        uint32_t at[4];
+#pragma unroll
+        for (int j = 0; j < 4; j++) at[j] = b.of(x.v[j]);
+#pragma unroll
+        for (int j = 0; j < 4; j++)
+            if (x.v[j]) atomicAdd(&s->count[at[j]], 1u);
+    });
     __syncthreads();
     find_bin(s, k);
     const uint32_t bin = s->bin;
     if (s->count[bin] > FEW) {
-        rank_digits(s, n, k);
+        rank_digits(s, padded, k);
         return;
     }
-    for (uint32_t i = threadIdx.x; i < n; i += THREADS)
-        if (b.of(s->keys[i]) == bin) s->few[atomicAdd(&s->n_few, 1u)] = s->keys[i];
+    each_four(s, padded, [=](const nbi_u32x4 &x) {
+        uint32_t at[4];
+#pragma unroll
+        for (int j = 0; j < 4; j++) at[j] = x.v[j] ? b.of(x.v[j]) : BINS;
+        if (at[0] != bin && at[1] != bin && at[2] != bin && at[3] != bin) return;
+#pragma unroll
+        for (int j = 0; j < 4; j++)
+            if (at[j] == bin) s->few[atomicAdd(&s->n_few, 1u)] = x.v[j];
+    });
     __syncthreads();
     rank_few(s, k);
 }
 
-/* A thread looks at neighbouring keys; the list is in ascending order of positions. */
-static NBI_DEV void write_list(choice *s, uint32_t n, int32_t *out)
+/* Keys above the edge; those that equal it in the high half. */
+static NBI_DEV uint32_t count_taken(const nbi_u32x4 &x, uint32_t i, uint32_t n, uint32_t edge)
 {
-    const uint32_t edge = s->edge, ties = s->ties, each = (n + THREADS - 1) / THREADS;
-    const uint32_t first = threadIdx.x * each < n ? threadIdx.x * each : n;
-    const uint32_t end = first + each < n ? first + each : n;
-    uint32_t own = 0; /* above the edge; equal to it, in the high half */
-    for (uint32_t i = first; i < end; i++)
-        own += (uint32_t)(s->keys[i] > edge) + ((uint32_t)(s->keys[i] == edge) << 16);
-    const uint32_t before = block_scan(s, own);
-    uint32_t above = before & 0xffffu, equal = before >> 16;
-    for (uint32_t i = first; i < end; i++) {
-        const uint32_t key = s->keys[i];
-        if (key < edge) continue;
-        const bool tie = key == edge;
-        if (!tie || equal < ties) out[above + (equal < ties ? equal : ties)] = (int32_t)i;
-        above += !tie;
-        equal += tie;
+    uint32_t own = 0;
+#pragma unroll
+    for (uint32_t j = 0; j < 4; j++)
+        if (i + j < n) own += (uint32_t)(x.v[j] > edge) + ((uint32_t)(x.v[j] == edge) << 16);
+    return own;
+}
+
+static NBI_DEV uint32_t warp_scan(uint32_t x)
+{
+#pragma unroll
+    for (uint32_t d = 1; d < NBI_WARP; d *= 2) {
+        const uint32_t y = __shfl_up_sync(NBI_FULL_MASK, x, d);
+        if ((uint32_t)nbi_lane() >= d) x += y;
+    }
+    return x;
+}
+
+/* What the warps before this one have counted. */
+static NBI_DEV uint32_t sum_before(const choice *s)
+{
+    uint32_t sum = 0;
+#pragma unroll
+    for (uint32_t w = 0; w < WARPS; w++) sum += w < threadIdx.x / NBI_WARP ? s->sums[w] : 0;
+    return sum;
+}
+
+/* All keys from the edge on. A warp has neighbouring keys, in fours of 32. */
+static NBI_DEV void write_whole(choice *s, uint32_t padded, int32_t *out)
+{
+    const uint32_t edge = s->edge, lane = (uint32_t)nbi_lane(), warp = threadIdx.x / NBI_WARP;
+    const uint32_t first = warp * (padded / WARPS), end = first + padded / WARPS;
+    const uint32_t below = (1u << lane) - 1;
+    uint32_t own = 0;
+#pragma unroll 1
+    for (uint32_t i = first; i < end; i += 4 * NBI_WARP)
+#pragma unroll
+        for (uint32_t j = 0; j < 4; j++)
+            own += (uint32_t)__popc(
+                __ballot_sync(NBI_FULL_MASK, s->keys[i + j * NBI_WARP + lane] >= edge));
+    if (lane == 0) s->sums[warp] = own;
+    __syncthreads();
+    uint32_t base = sum_before(s);
+#pragma unroll 1
+    for (uint32_t i = first; i < end; i += 4 * NBI_WARP) {
+        uint32_t taken[4];
+#pragma unroll
+        for (uint32_t j = 0; j < 4; j++)
+            taken[j] = __ballot_sync(NBI_FULL_MASK, s->keys[i + j * NBI_WARP + lane] >= edge);
+#pragma unroll
+        for (uint32_t j = 0; j < 4; j++) {
+            if (taken[j] >> lane & 1)
+                out[base + (uint32_t)__popc(taken[j] & below)] = (int32_t)(i + j * NBI_WARP + lane);
+            base += (uint32_t)__popc(taken[j]);
+        }
     }
 }
 
-/* True in every thread of the row's block that is done last; it reads past the L1 cache. */
-static NBI_DEV bool last_block(const row_work &k, uint32_t t, uint32_t blocks)
+/* In ascending order of positions: a warp has neighbouring keys, a lane four at a time. */
+static NBI_DEV void write_list(choice *s, uint32_t n, int32_t *out)
 {
-    __shared__ bool last;
+    const uint32_t edge = s->edge, ties = s->ties, lane = (uint32_t)nbi_lane();
+    const uint32_t warp = threadIdx.x / NBI_WARP, rounds = (n + 4 * THREADS - 1) / (4 * THREADS);
+    const uint32_t first = (warp * rounds * NBI_WARP + lane) * 4;
+    uint32_t own = 0;
+#pragma unroll 1
+    for (uint32_t r = 0, i = first; r < rounds; r++, i += 4 * NBI_WARP)
+        if (i < n) own += count_taken(*reinterpret_cast<nbi_u32x4 *>(s->keys + i), i, n, edge);
+    own = warp_scan(own);
+    if (lane == NBI_WARP - 1) s->sums[warp] = own;
     __syncthreads();
-    if (threadIdx.x == 0) {
-        __threadfence();
-        last = atomicAdd(&k.arrived[t], 1u) == blocks - 1;
-        if (last) k.arrived[t] = k.ready[t] = 0;
-        __threadfence();
+    uint32_t base = sum_before(s);
+#pragma unroll 1
+    for (uint32_t r = 0, i = first; r < rounds; r++, i += 4 * NBI_WARP) {
+        nbi_u32x4 x = {{0, 0, 0, 0}};
+        if (i < n) x = *reinterpret_cast<nbi_u32x4 *>(s->keys + i);
+        const uint32_t here = count_taken(x, i, n, edge), all = warp_scan(here);
+        const uint32_t before = base + all - here;
+        uint32_t above = before & 0xffffu, equal = before >> 16;
+#pragma unroll
+        for (uint32_t j = 0; j < 4; j++) {
+            if (i + j >= n || x.v[j] < edge) continue;
+            const bool tie = x.v[j] == edge;
+            if (!tie || equal < ties) out[above + (equal < ties ? equal : ties)] = (int32_t)(i + j);
+            above += !tie;
+            equal += tie;
+        }
+        base += __shfl_sync(NBI_FULL_MASK, all, NBI_WARP - 1);
     }
-    __syncthreads();
-    return last;
 }
 
 static NBI_DEV void choose(const nbi_index_rows &a, uint32_t t, uint32_t n)
 {
     choice *s = nbi_shared<choice>();
+    const uint32_t padded = (n + PADDED - 1) / PADDED * PADDED;
     const uint32_t *scores = a.scores + (size_t)t * a.stride;
-    for (uint32_t i = 4 * threadIdx.x; i < n; i += 4 * THREADS)
-        nbi_copy_async(s->keys + i, scores + i);
+    for (uint32_t i = 4 * threadIdx.x; i < padded; i += PADDED)
+        nbi_copy_async(s->keys + i, scores + (i < n ? i : 0), i < n);
     nbi_copy_commit();
     nbi_copy_wait<0>();
+    for (uint32_t i = n; i < (n + 3) / 4 * 4; i++) /* of the thread that copied them */
+        if (i / 4 % THREADS == threadIdx.x) s->keys[i] = 0;
     __syncthreads();
-    find_edge(s, n, a.topk);
-    write_list(s, n, a.select + (size_t)t * a.topk);
+    find_edge(s, padded, a.topk);
+    int32_t *out = a.select + (size_t)t * a.topk;
+    if (s->all)
+        write_whole(s, padded, out);
+    else
+        write_list(s, n, out);
 }
 
 /* ---------------------------------------------------------------- the kernel */
 
-/* The new key, into the cache and among the block's keys. */
+/* A warp: the new key, into the cache and among the block's keys. Four values a lane. */
 template <int HEADS>
 static NBI_DEV void append(const nbi_index_keys &a, score_memory<HEADS> *s, uint32_t t)
 {
-    const uint32_t p = (uint32_t)a.pos[t];
+    const uint32_t p = (uint32_t)a.pos[t], lane = (uint32_t)nbi_lane();
     const size_t page = nbi_kv_page(a.page_table, a.page_stride, a.row_seq[t], p);
     uint16_t *to = static_cast<uint16_t *>(a.cache) +
                    (page * NBI_PAGE_TOKENS + p % NBI_PAGE_TOKENS) * NBI_INDEX_DIM;
     uint16_t *here = s->keys[p % POSITIONS];
-    nbi_index_key(a, t, [=](uint32_t i, float x) { to[i] = here[i] = nbi_to_bf16(x); });
+    constexpr uint32_t EACH = NBI_INDEX_DIM / NBI_WARP;
+    float k[EACH], weight[EACH], bias[EACH];
+#pragma unroll
+    for (uint32_t j = 0; j < EACH; j++) {
+        const uint32_t i = lane + j * NBI_WARP;
+        k[j] = a.k[(size_t)t * NBI_INDEX_DIM + i];
+        weight[j] = a.weight[i];
+        bias[j] = a.bias[i];
+    }
+    const turn x[2] = {turn_of(a.rope, t, lane), turn_of(a.rope, t, lane + NBI_WARP)};
+    double sum = 0, squares = 0;
+#pragma unroll
+    for (uint32_t j = 0; j < EACH; j++) sum += (double)k[j];
+    nbi_index_norm n;
+    n.mean = nbi_index_sum(sum) / NBI_INDEX_DIM;
+#pragma unroll
+    for (uint32_t j = 0; j < EACH; j++) {
+        const double d = (double)k[j] - n.mean;
+        squares += d * d;
+    }
+    n.r = 1.0 / sqrt(nbi_index_sum(squares) / NBI_INDEX_DIM + (double)a.eps);
+#pragma unroll
+    for (uint32_t j = 0; j < EACH; j++)
+        s->key[lane + j * NBI_WARP] =
+            fmaf((float)(((double)k[j] - n.mean) * n.r), weight[j], bias[j]);
+    __syncwarp();
+#pragma unroll
+    for (uint32_t j = 0; j < 2; j++) {
+        float u = s->key[x[j].iu], v = s->key[x[j].iv];
+        if (x[j].turns) nbi_rope_turn_by(x[j].cs, x[j].sn, &u, &v);
+        to[x[j].iu] = here[x[j].iu] = nbi_to_bf16(u);
+        to[x[j].iv] = here[x[j].iv] = nbi_to_bf16(v);
+    }
 }
 
 template <int HEADS>
@@ -476,6 +615,9 @@ static __global__ void __launch_bounds__(THREADS, 1)
     const uint32_t n = (uint32_t)k.a.pos[t] + 1, begin = block * POSITIONS;
     const bool sparse = n > k.a.topk, newest = (n - 1) / POSITIONS == block;
     const int32_t seq = k.a.row_seq[t];
+    float row_scale = 0; /* of the head that the thread weighs */
+    if (k.producers && threadIdx.x < HEADS) row_scale = k.weigh.w.row_scale[threadIdx.x];
+    const turn x = turn_of(k.a.rope, t, threadIdx.x % (NBI_INDEX_DIM / 2));
     if (sparse && begin < n) ask_keys<HEADS>(k.a, s, seq, begin, begin, n - 1);
     nbi_wait_before();
     nbi_let_next();
@@ -488,16 +630,18 @@ static __global__ void __launch_bounds__(THREADS, 1)
         return;
     }
     if (newest && !k.appends) ask_keys<HEADS>(k.a, s, seq, begin, n - 1, n);
-    take_queries<HEADS>(k.a, s, t);
+    take_queries<HEADS>(k.a, s, t, x);
     nbi_copy_wait<0>();
     __syncthreads();
     float d[HEADS / 8][4];
     multiply<HEADS>(s, d);
-    wait_for_weights(k, t);
-    if (threadIdx.x < HEADS) s->w[threadIdx.x] = weight_of_head(k, t, block == 0);
+    take_weights(k, t, row_scale, s->w, reinterpret_cast<float *>(s->keys), block == 0);
     __syncthreads();
     put_scores<HEADS>(k, s, d, t, begin, n);
-    if (last_block(k, t, (n - 1) / POSITIONS + 1)) choose(k.a, t, n);
+    __shared__ bool last;
+    if (!nbi_arrive_last(&k.arrived[t], (n - 1) / POSITIONS + 1, &last)) return;
+    if (threadIdx.x == 0) k.ready[t] = 0;
+    choose(k.a, t, n);
 }
 
 /* ---------------------------------------------------------------- the launch */
@@ -526,8 +670,8 @@ size_t nbi_index_row_scratch(const nbi_limits *l)
 static size_t shared_bytes(const nbi_index_rows *a, const nbi_index_beside *beside)
 {
     const size_t scores = a->n_heads == 32 ? sizeof(score_memory<32>) : sizeof(score_memory<64>);
-    const size_t chosen = sizeof(choice) + (size_t)a->stride * sizeof(uint32_t);
-    const size_t most = scores > chosen ? scores : chosen;
+    const size_t chosen = sizeof(choice) + ((size_t)a->stride + PADDED) * sizeof(uint32_t);
+    size_t most = scores > chosen ? scores : chosen;
     if (!beside->absorb) return most;
     const size_t absorb = nbi_mla_absorb_shared<1>(beside->absorb->nope, COLUMNS);
     return absorb > most ? absorb : most;
@@ -539,7 +683,8 @@ bool nbi_index_row_fits(const nbi_cuda *c, const nbi_index_rows *a, uint32_t n_s
     const nbi_linear_args *weigh = beside->weigh;
     const nbi_index_keys *append = beside->append;
     if (weigh && (weigh->y != a->w || weigh->n_rows != a->n_rows ||
-                  nbi_cuda_packed_of(weigh->w)->rows != a->n_heads))
+                  nbi_cuda_packed_of(weigh->w)->rows != a->n_heads ||
+                  parts_bytes(a, weigh) / a->n_rows > sizeof(uint16_t[POSITIONS][NBI_INDEX_ROW])))
         return false;
     if (append && (append->cache != a->keys || append->dim != a->dim || append->pos != a->pos ||
                    append->n_rows != a->n_rows))
@@ -572,13 +717,16 @@ void nbi_index_row_run(nbi_cuda *c, const nbi_index_rows *a, const nbi_index_bes
         k.weigh.y_stride = l->y_stride;
         k.weigh.fast = nbi_x_fast(l->x, l->x_stride, k.weigh.w.cols);
         k.n_chunks = nbi_ceil_div(k.weigh.w.cols, NBI_CHUNK_COLS);
+        k.chunks = nbi_divisor_of(k.n_chunks);
         k.producers = nbi_ceil_div(k.n_chunks * k.weigh.w.n_rt, WARPS);
         k.parts = reinterpret_cast<float *>(a->scores + (size_t)a->n_rows * a->stride);
     }
     if (beside->absorb) {
         k.absorb = *beside->absorb;
         k.latents = *beside->latents;
-        k.absorbers = a->n_rows + k.absorb.n_heads * nbi_ceil_div(k.absorb.lora, COLUMNS);
+        const uint32_t columns = nbi_ceil_div(k.absorb.lora, COLUMNS);
+        k.columns = nbi_divisor_of(columns);
+        k.absorbers = a->n_rows + k.absorb.n_heads * columns;
     }
     const uint32_t blocks = k.producers + k.absorbers + nbi_ceil_div(a->stride, POSITIONS);
     nbi_launch(&c->rt, dim3(blocks, a->n_rows), dim3(THREADS), shared_bytes(a, beside),
