@@ -15,6 +15,7 @@
 typedef struct call {
     const char *name;
     double bytes;
+    double shared; /* of them a shared expert's, whose part of the time goes by bytes */
     uint16_t layer;
     uint8_t part, op;
     bool in_pass;
@@ -51,7 +52,7 @@ struct nbi_timing {
     uint32_t n_spans, n_marks, n_passes;
 
     uint32_t n_experts, top_k, n_layers;
-    const uint64_t *expert_bytes;
+    const uint64_t *expert_bytes, *shared_bytes;
     const void *runner;
 
     nbi_timed_event *events; /* [max_events] */
@@ -89,18 +90,29 @@ static void keep(nbi_timing *t, const nbi_timed_event *event)
     t->events[t->n_events++ % t->max_events] = *event;
 }
 
+static void count_bytes(nbi_timed_row *row, double bytes)
+{
+    row->calls++;
+    row->bytes += bytes;
+}
+
 static void count(nbi_timing *t, const call *c)
 {
-    nbi_timed_row *row = &t->step.rows[c->part][c->op];
-    row->calls++;
-    row->bytes += c->bytes;
+    count_bytes(&t->step.rows[c->part][c->op], c->bytes - c->shared);
+    if (c->shared > 0) count_bytes(&t->step.rows[NBI_PART_SHARED][c->op], c->shared);
+}
+
+static void count_ns(nbi_timed_row *row, uint64_t ns)
+{
+    row->ns += ns;
+    if (ns > row->max_ns) row->max_ns = ns;
 }
 
 static void count_time(nbi_timing *t, const call *c, uint64_t begin_ns, uint64_t ns)
 {
-    nbi_timed_row *row = &t->step.rows[c->part][c->op];
-    row->ns += ns;
-    if (ns > row->max_ns) row->max_ns = ns;
+    const uint64_t shared = c->shared > 0 ? (uint64_t)((double)ns * c->shared / c->bytes) : 0;
+    count_ns(&t->step.rows[c->part][c->op], ns - shared);
+    if (c->shared > 0) count_ns(&t->step.rows[NBI_PART_SHARED][c->op], shared);
     *(c->in_pass ? &t->in_pass_ns : &t->outside_ns) += ns;
     keep(t, &(nbi_timed_event){.name = c->name,
                                .begin_ns = begin_ns,
@@ -137,10 +149,13 @@ static void launched(nbi_timing *t, const call *c, bool waits)
     t->n_waiting = 0;
 }
 
-static void call_end(nbi_timing *t, nbi_timed_op op, uint32_t part, double bytes, const char *name)
+/* shared: of the bytes those of a shared expert. */
+static void call_end_shared(nbi_timing *t, nbi_timed_op op, uint32_t part, double bytes,
+                            double shared, const char *name)
 {
     const call c = {.name = name ? name : nbi_timed_op_name(op),
                     .bytes = t->drafting ? 0 : bytes,
+                    .shared = t->drafting ? 0 : shared,
                     .layer = (uint16_t)t->layer,
                     .part = (uint8_t)(t->drafting ? NBI_TIMED_DRAFTING : part),
                     .op = (uint8_t)op,
@@ -153,6 +168,11 @@ static void call_end(nbi_timing *t, nbi_timed_op op, uint32_t part, double bytes
     bool waits;
     if (t->clock->launches(t->b, &waits) != t->launches) launched(t, &c, waits);
     if (waits && t->n_waiting < WAITING) t->waiting[t->n_waiting++] = c;
+}
+
+static void call_end(nbi_timing *t, nbi_timed_op op, uint32_t part, double bytes, const char *name)
+{
+    call_end_shared(t, op, part, bytes, 0, name);
 }
 
 /* ---------------------------------------------------------------- operators */
@@ -249,12 +269,14 @@ TIMED(sample, SAMPLE, NBI_TIMED_SAMPLING, 0, NULL)
 #undef TIMED
 
 void nbi_timing_experts(nbi_timing *t, uint32_t n_experts, uint32_t top_k,
-                        const uint64_t *expert_bytes, uint32_t n_layers, const void *runner)
+                        const uint64_t *expert_bytes, const uint64_t *shared_bytes,
+                        uint32_t n_layers, const void *runner)
 {
     t->runner = runner;
     t->n_experts = n_experts;
     t->top_k = top_k;
     t->expert_bytes = expert_bytes;
+    t->shared_bytes = shared_bytes;
     t->n_layers = n_layers;
 }
 
@@ -266,12 +288,13 @@ const void *nbi_timing_experts_begin(nbi_timing *t)
 
 void nbi_timing_experts_end(nbi_timing *t, uint32_t n_rows)
 {
-    double bytes = 0;
+    double bytes = 0, shared = 0;
     if (t->n_experts && t->layer < t->n_layers) {
         const double missed = 1 - (double)t->top_k / t->n_experts;
         bytes = t->n_experts * (1 - pow(missed, n_rows)) * (double)t->expert_bytes[t->layer];
+        shared = (double)t->shared_bytes[t->layer];
     }
-    call_end(t, NBI_TIMED_EXPERTS, NBI_PART_ROUTED, bytes, NULL);
+    call_end_shared(t, NBI_TIMED_EXPERTS, NBI_PART_ROUTED, bytes + shared, shared, NULL);
 }
 
 /* A transport may launch nothing that the device's counter sees: its marks are made in any case. */

@@ -96,9 +96,11 @@ void nbi_timing_destroy(nbi_timing **t);
 nb_status nbi_timing_open_clock(nbi_timing *t, nb_error *err);
 
 /* The model's routed experts, which do not go through the backend's table: bytes of one expert of
- * each layer, [n_layers]; and the runner behind the timed one. Borrowed. */
+ * each layer, and of the shared expert that every call does with them, [n_layers]; and the runner
+ * behind the timed one. Borrowed. */
 void nbi_timing_experts(nbi_timing *t, uint32_t n_experts, uint32_t top_k,
-                        const uint64_t *expert_bytes, uint32_t n_layers, const void *runner);
+                        const uint64_t *expert_bytes, const uint64_t *shared_bytes,
+                        uint32_t n_layers, const void *runner);
 
 /* Keeps the last n events from here on; 0: none. Between steps. */
 nb_status nbi_timing_keep_events(nbi_timing *t, uint32_t n, nb_error *err);

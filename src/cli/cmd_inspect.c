@@ -143,7 +143,7 @@ static bool runs_all(const nbi_moe_runner_ops *r, const nbi_backend *b, const nb
 {
     const nbi_config *k = &c->config;
     nbi_moe_shape shape = {k->n_experts,    k->top_k,        k->hidden, k->moe_intermediate,
-                           NBI_WEIGHT_NONE, NBI_WEIGHT_NONE, false};
+                           NBI_WEIGHT_NONE, NBI_WEIGHT_NONE, false,     0};
     for (uint32_t i = 0; i < k->n_layers + c->has_mtp; i++) {
         if (c->expert_kinds[i][0] == NBI_WEIGHT_NONE) continue;
         if (c->expert_kinds[i][0] == shape.kind_gate_up && c->expert_kinds[i][1] == shape.kind_down)

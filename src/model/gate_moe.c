@@ -24,15 +24,17 @@
 typedef struct moe_case {
     nbi_gate *g;
     const nbi_moe_experts *e;
-    uint32_t T, used, n_cols;
+    uint32_t T, n_cols;
+    uint32_t used;     /* experts; a shared one is the last of them */
+    uint32_t n_slots;  /* of a row; the shared one's is the last */
     uint32_t *experts; /* [used] */
     uint32_t *cols;    /* [n_cols] */
     float *base;       /* [BASES][hidden] as the products see them */
     float (*mix)[BASES];
     double *products; /* [used][BASES][gate, up][inter] */
-    float *h;         /* [T][top_k][inter] */
+    float *h;         /* [T][n_slots][inter] */
     double *want;     /* [T][n_cols] */
-    uint32_t *slot;   /* [T][top_k] place in `experts` */
+    uint32_t *slot;   /* [T][n_slots] place in `experts` */
     nbi_gate_buffer x, ids, weights, out;
     const nbi_moe_runner_ops *like; /* the first runner that was right, */
     float *like_row;                /* [hidden] and its first row */
@@ -52,9 +54,9 @@ static nb_status open_case(moe_case *c, nb_error *err)
                  {&c->base, (size_t)BASES * s->hidden * sizeof *c->base},
                  {&c->mix, c->T * sizeof *c->mix},
                  {&c->products, (size_t)c->used * BASES * 2 * s->inter * sizeof *c->products},
-                 {&c->h, (size_t)c->T * s->top_k * s->inter * sizeof *c->h},
+                 {&c->h, (size_t)c->T * c->n_slots * s->inter * sizeof *c->h},
                  {&c->want, (size_t)c->T * c->n_cols * sizeof *c->want},
-                 {&c->slot, (size_t)c->T * s->top_k * sizeof *c->slot},
+                 {&c->slot, (size_t)c->T * c->n_slots * sizeof *c->slot},
                  {&c->like_row, s->hidden * sizeof *c->like_row}};
     for (size_t i = 0; i < sizeof parts / sizeof *parts; i++) nbi_plan_add(&plan, parts[i].bytes);
     c->block = nbi_calloc(1, plan.bytes);
@@ -86,9 +88,11 @@ static void make_rows(moe_case *c)
     float *x = c->x.host, *weights = c->weights.host;
     int32_t *ids = c->ids.host;
     nbi_gate_fill(c->g, c->base, (size_t)BASES * s->hidden);
-    for (uint32_t i = 0; i < c->used; i++) /* first and last among them */
+    const uint32_t chosen = c->used - s->n_shared;
+    for (uint32_t i = 0; i < chosen; i++) /* first and last among them */
         c->experts[i] =
-            c->used > 1 ? (uint32_t)((uint64_t)i * (s->n_experts - 1) / (c->used - 1)) : 0;
+            chosen > 1 ? (uint32_t)((uint64_t)i * (s->n_experts - 1) / (chosen - 1)) : 0;
+    if (s->n_shared) c->experts[chosen] = s->n_experts;
     for (uint32_t i = 0; i < c->n_cols; i++)
         c->cols[i] =
             (uint32_t)((uint64_t)i * (s->hidden - 1) / (c->n_cols > 1 ? c->n_cols - 1 : 1));
@@ -99,13 +103,15 @@ static void make_rows(moe_case *c)
         for (uint32_t j = 0; j < s->hidden; j++)
             x[(size_t)t * s->hidden + j] =
                 c->mix[t][0] * c->base[j] + c->mix[t][1] * c->base[s->hidden + j];
-        NB_ASSERT(c->used);
-        const uint32_t first = nbi_gate_below(c->g, c->used);
+        NB_ASSERT(chosen);
+        const uint32_t first = nbi_gate_below(c->g, chosen);
+        uint32_t *slot = c->slot + (size_t)t * c->n_slots;
+        if (s->n_shared) slot[s->top_k] = chosen;
         for (uint32_t i = 0; i < s->top_k; i++) {
             const uint32_t at = t * s->top_k + i;
             const bool none = t && nbi_gate_below(c->g, 8) == 0;
-            c->slot[at] = (first + i) % c->used;
-            ids[at] = none ? -1 : (int32_t)c->experts[c->slot[at]];
+            slot[i] = (first + i) % chosen;
+            ids[at] = none ? -1 : (int32_t)c->experts[slot[i]];
             weights[at] = 0.1f + 0.1f * (float)nbi_gate_below(c->g, 10);
         }
     }
@@ -150,7 +156,7 @@ static void activate_task(void *arg, uint32_t begin, uint32_t end, uint32_t thre
     const nbi_moe_shape *s = &c->e->shape;
     (void)thread;
     for (uint32_t at = begin; at < end; at++) {
-        const uint32_t t = at / s->top_k, u = c->slot[at];
+        const uint32_t t = at / c->n_slots, u = c->slot[at];
         const double *p = c->products + (size_t)u * BASES * 2 * s->inter;
         float *h = c->h + (size_t)at * s->inter;
         for (uint32_t j = 0; j < s->inter; j++) {
@@ -166,12 +172,18 @@ static void activate_task(void *arg, uint32_t begin, uint32_t end, uint32_t thre
     }
 }
 
+/* Of a row's slot; 0: it has no expert. */
+static float slot_weight(const moe_case *c, uint32_t t, uint32_t slot)
+{
+    const uint32_t top_k = c->e->shape.top_k, at = t * top_k + slot;
+    if (slot == top_k) return 1;
+    return ((const int32_t *)c->ids.host)[at] < 0 ? 0 : ((const float *)c->weights.host)[at];
+}
+
 static void down_task(void *arg, uint32_t begin, uint32_t end, uint32_t thread)
 {
     moe_case *c = arg;
     const nbi_moe_shape *s = &c->e->shape;
-    const int32_t *ids = c->ids.host;
-    const float *weights = c->weights.host;
     (void)thread;
     float *row = nbi_malloc(s->inter * sizeof *row);
     if (!row) {
@@ -181,11 +193,13 @@ static void down_task(void *arg, uint32_t begin, uint32_t end, uint32_t thread)
     for (uint32_t i = begin; i < end; i++)
         for (uint32_t u = 0; u < c->used; u++) {
             nbi_matrix_row(&c->e->down[c->experts[u]], c->cols[i], row);
-            for (uint32_t at = 0; at < c->T * s->top_k; at++)
-                if (c->slot[at] == u && ids[at] >= 0)
-                    c->want[(size_t)(at / s->top_k) * c->n_cols + i] +=
-                        (double)weights[at] *
-                        nbi_gate_dot(c->h + (size_t)at * s->inter, row, s->inter);
+            for (uint32_t at = 0; at < c->T * c->n_slots; at++) {
+                const uint32_t t = at / c->n_slots;
+                const float weight = slot_weight(c, t, at % c->n_slots);
+                if (c->slot[at] == u && weight > 0)
+                    c->want[(size_t)t * c->n_cols + i] +=
+                        (double)weight * nbi_gate_dot(c->h + (size_t)at * s->inter, row, s->inter);
+            }
         }
     nbi_free(row);
 }
@@ -196,13 +210,14 @@ static nb_status make_case(moe_case *c, nbi_gate *g, const nbi_moe_experts *e, n
     const bool brief = g->opt->brief;
     *c = (moe_case){.g = g, .e = e};
     c->T = nbi_gate_rows(g, brief ? ROWS_BRIEF : ROWS_FULL);
-    c->used = nbi_gate_least(s->n_experts, s->top_k + (brief ? 0 : 2));
+    c->used = nbi_gate_least(s->n_experts, s->top_k + (brief ? 0 : 2)) + s->n_shared;
+    c->n_slots = nbi_moe_n_slots(s);
     c->n_cols = nbi_gate_least(s->hidden, brief ? COLS_BRIEF : COLS_FULL);
     NB_ASSERT(c->T > 1);
     NB_TRY(open_case(c, err));
     make_rows(c);
     const uint32_t pieces = (s->inter + PIECE - 1) / PIECE;
-    const uint64_t slots = (uint64_t)c->T * s->top_k;
+    const uint64_t slots = (uint64_t)c->T * c->n_slots;
     nbi_gate_each(g, product_task, c, c->used * pieces, 1,
                   (uint64_t)c->used * 2 * BASES * s->inter * s->hidden);
     nbi_gate_each(g, activate_task, c, (uint32_t)slots, 1, slots * s->inter * 20);
@@ -321,8 +336,9 @@ static nb_status try_runner(moe_case *c, const nbi_moe_runner_ops *r, bool run, 
                            .not_run = !run,
                            .bound = nbi_gate_bound(s->w4a4)};
     snprintf(out.path, sizeof out.path, "%s", r->name);
-    snprintf(out.where, sizeof out.where, "layer %u, %u experts of %u x %u, %s", c->e->layer,
-             s->n_experts, s->inter, s->hidden, nbi_weight_kind_name(s->kind_gate_up));
+    snprintf(out.where, sizeof out.where, "layer %u, %u experts%s of %u x %u, %s", c->e->layer,
+             s->n_experts, s->n_shared ? " and a shared one" : "", s->inter, s->hidden,
+             nbi_weight_kind_name(s->kind_gate_up));
     out.supported = r->supports(m->b, s, out.why, sizeof out.why);
     if (!out.supported || !run) {
         nbi_gate_say(c->g, &out);
@@ -393,6 +409,7 @@ bool nbi_gate_runner_on_ranks(const nbi_model *m, const nbi_moe_runner_ops *r, u
         for (uint32_t l = 0; l < m->n_layers; l++) {
             if (!m->layers[l].moe.prepared) continue;
             nbi_moe_shape s = m->layers[l].moe.experts.shape;
+            s.n_shared = 0; /* a rank whose runner does not take it runs it apart */
             const nbi_weight_kind kinds[3] = {s.kind_gate_up, s.kind_gate_up, s.kind_down};
             s.n_experts = nbi_split_part(s.n_experts, 1, shard.ep_rank, shard.ep_size).n;
             s.inter = nbi_split_inter(s.inter, kinds, nbi_shard_moe_rank(&shard),

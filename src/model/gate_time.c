@@ -19,6 +19,12 @@ static uint64_t expert_bytes(const nbi_moe_experts *e)
            nbi_matrix_bytes(&e->down[0]);
 }
 
+/* The shared one is as large as the others, and every call reads it. */
+static uint64_t call_bytes(const nbi_moe_experts *e, uint64_t distinct)
+{
+    return distinct * expert_bytes(e) / CALLS + e->shape.n_shared * expert_bytes(e);
+}
+
 /* Distinct experts per row, others in every call; returns the distinct experts of all calls. */
 static uint64_t spread_ids(nbi_gate *g, const nbi_moe_shape *s, int32_t *ids, uint32_t rows)
 {
@@ -102,7 +108,7 @@ nb_status nbi_gate_time(nbi_gate *g, const nbi_moe_experts *e, const nbi_moe_run
     if (st == NB_OK) {
         nbi_gate_fill(g, t.x.host, (size_t)rows * s->hidden);
         for (size_t i = 0; i < (size_t)rows * s->top_k; i++) ((float *)t.weights.host)[i] = 0.125f;
-        out->bytes = spread_ids(g, s, t.ids.host, rows) * expert_bytes(e) / CALLS;
+        out->bytes = call_bytes(e, spread_ids(g, s, t.ids.host, rows));
         out->rows = rows;
         nbi_gate_up(g, &t.x);
         nbi_gate_up(g, &t.ids);

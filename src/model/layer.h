@@ -47,9 +47,10 @@ typedef struct nbi_mlp_weights {
 typedef struct nbi_moe_weights {
     nbi_weight *router;       /* [E, H] */
     const float *router_bias; /* [E] or NULL */
-    nbi_moe_experts experts;  /* canonical views, [E] each */
-    nbi_moe_layer *prepared;  /* of the runners; NULL: the rank has no part of the experts */
-    nbi_mlp_weights shared;
+    nbi_moe_experts
+        experts; /* canonical views, [E] each, and a shared expert that runs with them */
+    nbi_moe_layer *prepared; /* of the runners; NULL: the rank has no part of the experts */
+    nbi_mlp_weights shared;  /* one that does not */
 } nbi_moe_weights;
 
 typedef struct nbi_layer {
@@ -148,6 +149,7 @@ struct nbi_model {
         expert_bytes_per_layer_sum; /* of one expert, summed over sparse layers of the main stack */
     uint64_t *expert_bytes;         /* [n_layers + has_mtp] of one expert, 0 in dense layers; what
                                        the rank has of all experts, divided by their number */
+    uint64_t *shared_bytes;         /* of a shared expert among the others; counted as non-expert */
     uint64_t expert_macs;           /* per token, of the main stack */
     nbi_moe_runner_ops timed_runner; /* what steps call while they are timed (timed_runner.c) */
     nbi_moe_table timed_table;

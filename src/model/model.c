@@ -156,7 +156,9 @@ static nb_status open_parts(nbi_model *m, const nbi_model_options *opt, nb_error
     m->inv_freq = nbi_arena_alloc(&m->arena, m->config.rope.dim / 2 * sizeof(float));
     m->expert_bytes =
         nbi_arena_alloc(&m->arena, (m->n_layers + m->has_mtp) * sizeof *m->expert_bytes);
-    if (!m->layers || !m->inv_freq || !m->expert_bytes)
+    m->shared_bytes =
+        nbi_arena_alloc(&m->arena, (m->n_layers + m->has_mtp) * sizeof *m->shared_bytes);
+    if (!m->layers || !m->inv_freq || !m->expert_bytes || !m->shared_bytes)
         return nbi_fail(err, NB_NO_MEMORY, "loading %s: out of memory", opt->dir);
     nbi_rope_inv_freq(&m->config.rope, m->inv_freq);
     nbi_log(NB_LOG_INFO, "%s: %u layers, hidden %u, rope base %g%s",

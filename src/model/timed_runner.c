@@ -19,7 +19,7 @@ nb_status nbi_model_timing_create(nbi_timing **out, nbi_model *m, nb_error *err)
     m->timed_runner.run = timed_run;
     nbi_moe_table_one(&m->timed_table, &m->timed_runner);
     nbi_timing_experts(*out, m->config.n_experts, m->oea_k0 ? m->oea_k0 : m->config.top_k,
-                       m->expert_bytes, m->n_layers, &m->moe_table);
+                       m->expert_bytes, m->shared_bytes, m->n_layers, &m->moe_table);
     return NB_OK;
 }
 

@@ -166,14 +166,13 @@ static nbi_range of_heads(nbi_range heads, uint32_t each)
     return (nbi_range){heads.first * each, heads.n * each};
 }
 
-static nb_status load_mlp(loader *ld, nbi_mlp_weights *w, const char *name, uint32_t inter,
-                          bool counted, nb_error *err)
+/* Gate, up and down whole, and the rank's columns of them. */
+static nb_status load_mlp_views(loader *ld, nbi_matrix m[3], nbi_range *columns, const char *name,
+                                uint32_t inter, nb_error *err)
 {
     static const char *const names[3] = {"gate_proj", "up_proj", "down_proj"};
-    nbi_weight **const to[3] = {&w->gate, &w->up, &w->down};
     const uint32_t hidden = ld->m->config.hidden;
     const nbi_shard *shard = &ld->m->split.shard;
-    nbi_matrix m[3];
     nbi_weight_kind kinds[3];
     for (int i = 0; i < 3; i++) {
         char part[NAME_MAX_BYTES], full[NAME_MAX_BYTES];
@@ -182,11 +181,32 @@ static nb_status load_mlp(loader *ld, nbi_mlp_weights *w, const char *name, uint
                                i == 2 ? hidden : inter, i == 2 ? inter : hidden, err));
         kinds[i] = m[i].kind;
     }
-    const nbi_range part = nbi_split_inter(inter, kinds, shard->tp_rank, shard->tp_size);
-    w->inter = part.n;
-    for (int i = 0; i < 3; i++)
-        NB_TRY(prepare_part(ld, to[i], &m[i], i == 2 ? CUT_COLUMNS : CUT_ROWS, part, counted, err));
+    *columns = nbi_split_inter(inter, kinds, shard->tp_rank, shard->tp_size);
     return NB_OK;
+}
+
+static cut mlp_cut(uint32_t part)
+{
+    return part == 2 ? CUT_COLUMNS : CUT_ROWS;
+}
+
+static nb_status prepare_mlp(loader *ld, nbi_mlp_weights *w, nbi_matrix m[3], nbi_range columns,
+                             bool counted, nb_error *err)
+{
+    nbi_weight **const to[3] = {&w->gate, &w->up, &w->down};
+    w->inter = columns.n;
+    for (uint32_t i = 0; i < 3; i++)
+        NB_TRY(prepare_part(ld, to[i], &m[i], mlp_cut(i), columns, counted, err));
+    return NB_OK;
+}
+
+static nb_status load_mlp(loader *ld, nbi_mlp_weights *w, const char *name, uint32_t inter,
+                          bool counted, nb_error *err)
+{
+    nbi_matrix m[3];
+    nbi_range columns;
+    NB_TRY(load_mlp_views(ld, m, &columns, name, inter, err));
+    return prepare_mlp(ld, w, m, columns, counted, err);
 }
 
 /* ---------------------------------------------------------------- attention */
@@ -294,9 +314,9 @@ static nb_status load_expert(loader *ld, nbi_matrix *out, uint32_t expert, uint3
 }
 
 typedef struct expert_check {
-    const nbi_matrix *const *parts; /* gate, up, down: [n_experts] each */
-    nb_status *status;              /* [n_experts] */
-    nb_error *errors;               /* [n_experts] */
+    const nbi_matrix *const *parts; /* gate, up, down: [n] each */
+    nb_status *status;              /* [n] */
+    nb_error *errors;               /* [n] */
 } expert_check;
 
 static void check_experts_task(void *arg, uint32_t begin, uint32_t end, uint32_t thread)
@@ -313,7 +333,7 @@ static void check_experts_task(void *arg, uint32_t begin, uint32_t end, uint32_t
 /* Reads every scale of a layer's experts, in parallel; the first bad expert is reported. */
 static nb_status check_experts(loader *ld, const nbi_moe_experts *x, nb_error *err)
 {
-    uint32_t n = x->shape.n_experts;
+    uint32_t n = nbi_moe_n_all(&x->shape);
     const nbi_matrix *const parts[3] = {x->gate, x->up, x->down};
     expert_check check = {parts, nbi_calloc(n, sizeof(nb_status)), nbi_calloc(n, sizeof(nb_error))};
     nb_status st = check.status && check.errors
@@ -468,25 +488,66 @@ static nb_status load_expert_views(loader *ld, nbi_matrix *const part[3], uint32
     *inter = columns.n;
     for (uint32_t p = 0; p < 3 && columns.n; p++)
         for (uint32_t i = 0; i < mine.n; i++)
-            NB_TRY(take_part(&part[p][i], p == 2 ? CUT_COLUMNS : CUT_ROWS, columns, err));
+            NB_TRY(take_part(&part[p][i], mlp_cut(p), columns, err));
     return NB_OK;
 }
 
-static nb_status load_experts(loader *ld, nbi_moe_weights *w, uint32_t layer, bool counted,
-                              nb_error *err)
+/* A shared expert, as the checkpoint has it. */
+typedef struct shared_expert {
+    nbi_matrix m[3];
+    nbi_range columns; /* the rank's */
+} shared_expert;
+
+/* Where it looks as the others do, and the runners of every step take it, it becomes the last of
+ * them; else it stays a dense MLP. */
+static nb_status join_shared(loader *ld, nbi_moe_experts *e, nbi_matrix *const part[3],
+                             const shared_expert *shared, uint32_t layer, bool counted,
+                             nb_error *err)
+{
+    nbi_model *m = ld->m;
+    nbi_moe_shape with = e->shape;
+    char why[256];
+    with.n_shared = 1;
+    if (m->config.n_shared != 1 || shared->columns.n != with.inter) return NB_OK;
+    for (uint32_t p = 0; p < 3; p++)
+        if (shared->m[p].kind != (p == 2 ? with.kind_down : with.kind_gate_up)) return NB_OK;
+    for (uint32_t i = 0; i < m->moe_table.n; i++)
+        if (!m->moe_table.buckets[i].runner->supports(m->b, &with, why, sizeof why)) return NB_OK;
+    uint64_t bytes = 0;
+    for (uint32_t p = 0; p < 3; p++) {
+        nbi_matrix *to = &part[p][with.n_experts];
+        *to = shared->m[p];
+        NB_TRY(take_part(to, mlp_cut(p), shared->columns, err));
+        bytes += nbi_matrix_bytes(to);
+    }
+    e->shape = with;
+    m->shared_bytes[layer] = bytes;
+    m->weight_bytes += bytes;
+    if (counted) {
+        m->non_expert_bytes += bytes;
+        m->non_expert_macs += 3ull * with.inter * with.hidden;
+    }
+    progress(ld, bytes);
+    return NB_OK;
+}
+
+static nb_status load_experts(loader *ld, nbi_moe_weights *w, const shared_expert *shared,
+                              uint32_t layer, bool counted, nb_error *err)
 {
     nbi_model *m = ld->m;
     const nbi_config *c = &m->config;
     const uint32_t n_experts = m->split.experts.n;
+    const size_t places = (size_t)n_experts + 1;
     NB_ASSERT(c->n_experts);
-    nbi_matrix *all = nbi_arena_alloc(&m->arena, 3 * (size_t)n_experts * sizeof *all);
+    nbi_matrix *all = nbi_arena_alloc(&m->arena, 3 * places * sizeof *all);
     if (!all) return nbi_fail(err, NB_NO_MEMORY, "loading: out of memory");
-    nbi_matrix *const part[3] = {all, all + n_experts, all + 2 * (size_t)n_experts};
+    nbi_matrix *const part[3] = {all, all + places, all + 2 * places};
     uint64_t bytes = 0;
     uint32_t inter;
     NB_TRY(load_expert_views(ld, part, &inter, err));
     if (!inter) return NB_OK;
-    for (uint32_t i = 0; i < 3 * n_experts; i++) bytes += nbi_matrix_bytes(&all[i]);
+    for (uint32_t p = 0; p < 3; p++)
+        for (uint32_t i = 0; i < n_experts; i++) bytes += nbi_matrix_bytes(&part[p][i]);
     w->experts = (nbi_moe_experts){.gate = part[0], .up = part[1], .down = part[2], .layer = layer};
     w->experts.shape = (nbi_moe_shape){.n_experts = n_experts,
                                        .top_k = c->top_k,
@@ -496,8 +557,9 @@ static nb_status load_experts(loader *ld, nbi_moe_weights *w, uint32_t layer, bo
                                        .w4a4 = m->b->w4a4,
                                        .kind_down = part[2]->kind};
     NB_TRY(check_expert_kinds(&w->experts, m->split.experts.first, err));
-    if (ld->opt->verify_scales) NB_TRY(check_experts(ld, &w->experts, err));
     NB_TRY(check_runners(ld, &w->experts.shape, err));
+    NB_TRY(join_shared(ld, &w->experts, part, shared, layer, counted, err));
+    if (ld->opt->verify_scales) NB_TRY(check_experts(ld, &w->experts, err));
     NB_TRY(m->runner->prepare(m->b, &w->prepared, &w->experts, err));
     m->expert_bytes[layer] = bytes / c->n_experts;
     if (counted) {
@@ -518,11 +580,14 @@ static nb_status load_moe(loader *ld, nbi_moe_weights *w, uint32_t layer, bool c
     if (c->router_bias)
         NB_TRY(load_vector(ld, &w->router_bias, "mlp.gate.e_score_correction_bias", c->n_experts,
                            err));
-    NB_TRY(load_experts(ld, w, layer, counted, err));
-    if (!c->n_shared) return NB_OK;
+    shared_expert shared = {0};
+    if (c->n_shared)
+        NB_TRY(load_mlp_views(ld, shared.m, &shared.columns, "mlp.shared_experts",
+                              c->moe_intermediate * c->n_shared, err));
+    NB_TRY(load_experts(ld, w, &shared, layer, counted, err));
+    if (!c->n_shared || w->experts.shape.n_shared) return NB_OK;
     ld->part = NBI_PART_SHARED;
-    return load_mlp(ld, &w->shared, "mlp.shared_experts", c->moe_intermediate * c->n_shared,
-                    counted, err);
+    return prepare_mlp(ld, &w->shared, shared.m, shared.columns, counted, err);
 }
 
 /* ---------------------------------------------------------------- reading ahead */

@@ -23,7 +23,10 @@ nb_status nbi_moe_experts_check(const nbi_moe_experts *e, nb_error *err)
     const nbi_moe_shape *s = &e->shape;
     if (s->n_experts == 0 || s->top_k == 0 || s->hidden == 0 || s->inter == 0)
         return nbi_fail(err, NB_INVALID, "layer %u: experts without a size", e->layer);
-    for (uint32_t i = 0; i < s->n_experts; i++) {
+    if (s->n_shared > 1)
+        return nbi_fail(err, NB_INVALID, "layer %u: %u shared experts, expected 0 or 1", e->layer,
+                        s->n_shared);
+    for (uint32_t i = 0; i < nbi_moe_n_all(s); i++) {
         NB_TRY(check_matrix(&e->gate[i], s->inter, s->hidden, s->kind_gate_up, err));
         NB_TRY(check_matrix(&e->up[i], s->inter, s->hidden, s->kind_gate_up, err));
         NB_TRY(check_matrix(&e->down[i], s->hidden, s->inter, s->kind_down, err));

@@ -2,9 +2,10 @@
  * all proven against `reference`.
  *
  *   out[t] = sum_i weights[t, i] * down_e( silu(gate_e x[t]) * (up_e x[t]) ),  e = ids[t, i]
- * Ids of -1 contribute nothing. The sum over i runs in the order i = 0..top_k-1. Same rule of
- * numerics as backend.h: a row's bits do not depend on its neighbours. The shared expert and the
- * residual are not the runner's. */
+ * Ids of -1 contribute nothing. The sum over i runs in the order i = 0..top_k-1, and what the
+ * shared expert gives is added behind it. Same rule of numerics as backend.h: a row's bits do not
+ * depend on its neighbours. The residual is not the runner's, and a shared expert only where the
+ * shape has one: the model runs others by itself, to the same bits on the same device. */
 #pragma once
 
 #include "backend/backend.h"
@@ -18,9 +19,22 @@ typedef struct nbi_moe_shape {
     nbi_weight_kind kind_gate_up,
         kind_down; /* of expert 0; layers may differ, experts of a layer may not */
     bool w4a4;
+    uint32_t n_shared; /* 1: an expert of every row beside those chosen, of the same widths and
+                          kinds, the last of the arrays; 0: none, or not the runner's */
 } nbi_moe_shape;
 
-/* Experts of one layer, canonical views, each array [n_experts]. */
+/* All experts; those of a row. */
+static inline uint32_t nbi_moe_n_all(const nbi_moe_shape *s)
+{
+    return s->n_experts + s->n_shared;
+}
+
+static inline uint32_t nbi_moe_n_slots(const nbi_moe_shape *s)
+{
+    return s->top_k + s->n_shared;
+}
+
+/* Experts of one layer, canonical views, each array [n_experts + n_shared]. */
 typedef struct nbi_moe_experts {
     nbi_moe_shape shape;
     const nbi_matrix *gate, *up, *down;

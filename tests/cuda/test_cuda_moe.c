@@ -329,6 +329,122 @@ static void test_routings(void **state)
     gpu_close(b);
 }
 
+/* The same expert by the launches of a model without it among the others: two products of x,
+ * silu(gate) * up, the product of that, and the addition to `sum`, [n][hidden]. */
+static float *add_apart(nbi_backend *b, const moe_layer *l, const float *x, const float *sum,
+                        uint32_t n)
+{
+    const nbi_moe_shape *s = &l->e.shape;
+    const nbi_matrix *m[3] = {&l->e.gate[s->n_experts], &l->e.up[s->n_experts],
+                              &l->e.down[s->n_experts]};
+    nbi_weight *w[3] = {0};
+    nb_error err = {0};
+    for (int i = 0; i < 3; i++)
+        if (b->ops->weight_prepare(b, &w[i], m[i], &err) != NB_OK) fail_msg("%s", err.text);
+    gpu_buffer gx = gpu_floats(b, x, (size_t)n * s->hidden);
+    gpu_buffer gs = gpu_floats(b, sum, (size_t)n * s->hidden);
+    gpu_buffer h[2], y = gpu_poisoned(b, (size_t)n * s->hidden * sizeof(float));
+    for (int i = 0; i < 3; i++) {
+        if (i < 2) h[i] = gpu_poisoned(b, (size_t)n * s->inter * sizeof(float));
+        if (i == 2)
+            b->ops->swiglu(b, &(nbi_swiglu_args){.out = h[0].p,
+                                                 .gate = h[0].p,
+                                                 .up = h[1].p,
+                                                 .n_rows = n,
+                                                 .width = s->inter,
+                                                 .in_stride = s->inter,
+                                                 .out_stride = s->inter,
+                                                 .once = true});
+        b->ops->linear(b, &(nbi_linear_args){.y = i < 2 ? h[i].p : y.p,
+                                             .x = i < 2 ? gx.p : h[0].p,
+                                             .w = w[i],
+                                             .n_rows = n,
+                                             .x_stride = m[i]->cols,
+                                             .y_stride = m[i]->rows});
+    }
+    b->ops->add(b, &(nbi_add_args){.x = gs.p, .y = y.p, .n = (size_t)n * s->hidden, .once = true});
+    float *got = gpu_read(&gs);
+    gpu_buffer *all[] = {&gx, &gs, &h[0], &h[1], &y};
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++) gpu_free(all[i]);
+    for (int i = 0; i < 3; i++) b->ops->weight_release(b, &w[i]);
+    return got;
+}
+
+/* A shared expert among the others: the oracle, and in every runner and for every number of rows
+ * the bits of a layer without it to which its own launches add. */
+static void test_shared(void **state)
+{
+    (void)state;
+    static const struct {
+        nbi_weight_kind kind;
+        uint32_t hidden, inter, experts, top_k;
+        double bound;
+    } cases[] = {{NBI_WEIGHT_NVFP4, 320, 144, 6, 3, 1e-3},
+                 {NBI_WEIGHT_NVFP4, 64, 272, 4, 1, 1e-3},
+                 {NBI_WEIGHT_FP8_BLOCK, 192, 136, 4, 2, 1e-3},
+                 {NBI_WEIGHT_BF16, 136, 72, 4, 2, 8e-3}};
+    static const uint32_t rows[] = {1, 9, 2, 40};
+    nbi_backend *b = gpu_open(&limits);
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        moe_layer l;
+        moe_make(&l, cases[i].kind, cases[i].kind, cases[i].experts + 1, cases[i].top_k,
+                 cases[i].hidden, cases[i].inter, false);
+        moe_share_last(&l);
+        moe_layer without = l;
+        without.e.shape.n_shared = 0;
+        prepared apart = prepare(b, "cuda_gemv", &without), among[N_RUNNERS];
+        for (size_t r = 0; r < N_RUNNERS; r++) among[r] = prepare(b, runners[r], &l);
+        for (size_t j = 0; j < (i ? 2 : 4); j++) {
+            batch k = make_batch(&l, rows[j]);
+            float *sum = run(&apart, k.x, k.ids, k.weights, k.n);
+            float *want = add_apart(b, &l, k.x, sum, k.n);
+            check_oracle(&among[0], &k, want, cases[i].bound);
+            for (size_t r = 0; r < N_RUNNERS; r++) {
+                float *out = run(&among[r], k.x, k.ids, k.weights, k.n);
+                moe_same_bits(out, want, (size_t)k.n * cases[i].hidden, runners[r]);
+                free(out);
+            }
+            free(sum);
+            free(want);
+            free_batch(&k);
+        }
+        for (size_t r = 0; r < N_RUNNERS; r++) release(&among[r]);
+        release(&apart);
+        moe_free(&l);
+    }
+    gpu_close(b);
+}
+
+/* Shapes that cannot have a shared expert among the others say so. */
+static void test_shared_refused(void **state)
+{
+    (void)state;
+    nbi_backend *b = gpu_open(&limits);
+    const nbi_moe_shape good = {.n_experts = 4,
+                                .top_k = 2,
+                                .hidden = 64,
+                                .inter = 32,
+                                .kind_gate_up = NBI_WEIGHT_NVFP4,
+                                .kind_down = NBI_WEIGHT_NVFP4,
+                                .n_shared = 1};
+    nbi_moe_shape bad[4] = {good, good, good, good};
+    bad[0].w4a4 = true;
+    bad[1].kind_down = NBI_WEIGHT_F32;
+    bad[2].top_k = 32, bad[2].n_experts = 64;
+    bad[3].n_experts = 1024;
+    for (const nbi_moe_runner_ops *const *r = nbi_moe_runners(); *r; r++) {
+        char why[256] = "";
+        bool known = false;
+        for (size_t i = 0; i < N_RUNNERS; i++) known = known || !strcmp(runners[i], (*r)->name);
+        assert_int_equal((*r)->supports(b, &good, why, sizeof why), known);
+        for (int i = 0; i < 4; i++) {
+            assert_false((*r)->supports(b, &bad[i], why, sizeof why));
+            if (known) assert_non_null(strstr(why, "shared"));
+        }
+    }
+    gpu_close(b);
+}
+
 /* What is not finite stays in its row: x of one row, a NaN scale of one expert (C63). */
 static void test_not_finite(void **state)
 {
@@ -702,6 +818,7 @@ int main(int argc, char **argv)
         cmocka_unit_test(test_not_finite), cmocka_unit_test(test_names),
         cmocka_unit_test(test_many_rows),  cmocka_unit_test(test_masked_memory),
         cmocka_unit_test(test_class),      cmocka_unit_test(test_refusals),
+        cmocka_unit_test(test_shared),     cmocka_unit_test(test_shared_refused),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -30,9 +30,15 @@ void moe_make(moe_layer *l, nbi_weight_kind gate_up, nbi_weight_kind down, uint3
                              .down = l->views + 2 * n_experts};
 }
 
+void moe_share_last(moe_layer *l)
+{
+    l->e.shape.n_experts--;
+    l->e.shape.n_shared = 1;
+}
+
 void moe_free(moe_layer *l)
 {
-    for (uint32_t i = 0; i < l->e.shape.n_experts; i++) {
+    for (uint32_t i = 0; i < nbi_moe_n_all(&l->e.shape); i++) {
         mat_free(&l->gate[i]);
         mat_free(&l->up[i]);
         mat_free(&l->down[i]);
@@ -70,10 +76,11 @@ void moe_oracle_row(const moe_layer *l, const float *x, const int32_t *ids, cons
     double *g = malloc(s->inter * sizeof *g), *u = malloc(s->inter * sizeof *u);
     double *y = malloc(s->hidden * sizeof *y);
     memset(out, 0, s->hidden * sizeof *out);
-    for (uint32_t i = 0; i < s->top_k; i++) {
-        if (ids[i] < 0) continue;
-        const nbi_matrix *gate = &l->e.gate[ids[i]], *up = &l->e.up[ids[i]],
-                         *down = &l->e.down[ids[i]];
+    for (uint32_t i = 0; i < nbi_moe_n_slots(s); i++) {
+        const int32_t e = i < s->top_k ? ids[i] : (int32_t)s->n_experts;
+        const double weight = i < s->top_k ? (double)weights[i] : 1;
+        if (e < 0) continue;
+        const nbi_matrix *gate = &l->e.gate[e], *up = &l->e.up[e], *down = &l->e.down[e];
         memcpy(xr, x, s->hidden * sizeof *xr);
         if (s->w4a4)
             nbi_nvfp4_round_row(
@@ -84,7 +91,7 @@ void moe_oracle_row(const moe_layer *l, const float *x, const int32_t *ids, cons
         for (uint32_t j = 0; j < s->inter; j++) h[j] = (float)(g[j] / (1 + exp(-g[j])) * u[j]);
         if (s->w4a4) nbi_nvfp4_round_row(h, s->inter, down->input_scale, h);
         mat_product(y, NULL, down, h, 1, s->inter);
-        for (uint32_t c = 0; c < s->hidden; c++) out[c] += (double)weights[i] * y[c];
+        for (uint32_t c = 0; c < s->hidden; c++) out[c] += weight * y[c];
     }
     free(xr);
     free(h);

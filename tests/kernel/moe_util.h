@@ -16,6 +16,8 @@ typedef struct moe_layer {
 void moe_make(moe_layer *l, nbi_weight_kind gate_up, nbi_weight_kind down, uint32_t n_experts,
               uint32_t top_k, uint32_t hidden, uint32_t inter, bool w4a4);
 void moe_free(moe_layer *l);
+/* The last of the experts is from now on the shared one. */
+void moe_share_last(moe_layer *l);
 
 /* Distinct experts per row, as a router gives them; one slot in eight is -1. */
 void moe_routing(const moe_layer *l, int32_t *ids, float *weights, uint32_t n);

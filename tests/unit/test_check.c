@@ -109,7 +109,7 @@ static nb_status bad_prepare(nbi_backend *b, nbi_moe_layer **out, const nbi_moe_
                              nb_error *err)
 {
     nbi_moe_experts other = *e;
-    const uint32_t n = e->shape.n_experts;
+    const uint32_t n = nbi_moe_n_all(&e->shape);
     nbi_matrix *up = calloc(n, sizeof *up);
     assert_non_null(up);
     if (planted == EXPERT_SWAPPED) {

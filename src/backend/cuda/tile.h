@@ -314,9 +314,11 @@ NBI_DEV nbi_f32x4 nbi_x_load(const float *row, uint32_t at, uint32_t n, bool fas
     return x;
 }
 
+/* silu(gate) * up. The sum is never joined with the product inside expf: every kernel must round
+ * alike. */
 NBI_DEV float nbi_swiglu(float gate, float up)
 {
-    return gate / (1.0f + expf(-gate)) * up;
+    return gate / __fadd_rn(1.0f, expf(-gate)) * up;
 }
 
 /* nbi_x_load(), written. */

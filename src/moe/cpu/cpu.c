@@ -103,6 +103,10 @@ static bool supports(const nbi_backend *b, const nbi_moe_shape *shape, char *why
         snprintf(why, why_bytes, "runner cpu runs on the CPU backend, this is %s", b->description);
         return false;
     }
+    if (shape->n_shared) {
+        snprintf(why, why_bytes, "a shared expert is not among the others on the CPU");
+        return false;
+    }
     const nbi_weight_kind kinds[2] = {shape->kind_gate_up, shape->kind_down};
     const uint32_t cols[2] = {shape->hidden, shape->inter};
     for (int i = 0; i < 2; i++) {

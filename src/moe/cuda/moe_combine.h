@@ -7,8 +7,7 @@
 
 /* out: y of the pairs of a row, at their places, in the order of its slots. */
 static __global__ void __launch_bounds__(NBI_MOE_THREADS)
-    nbi_moe_combine_kernel(const nbi_moe_work w, float *out, const int32_t *ids,
-                           const float *weights, uint32_t top_k, uint32_t n_experts,
+    nbi_moe_combine_kernel(const nbi_moe_work w, float *out, const nbi_moe_slots slots,
                            uint32_t hidden)
 {
     nbi_wait_before();
@@ -17,16 +16,16 @@ static __global__ void __launch_bounds__(NBI_MOE_THREADS)
     const size_t t = blockIdx.y;
     if (c >= hidden) return;
     nbi_f32x4 sum = {{0, 0, 0, 0}};
-    for (uint32_t k0 = 0; k0 < top_k; k0 += NBI_MOE_TOGETHER) { /* their loads go out together */
+    for (uint32_t k0 = 0; k0 < slots.n; k0 += NBI_MOE_TOGETHER) { /* their loads go out together */
         nbi_f32x4 y[NBI_MOE_TOGETHER] = {};
         float weight[NBI_MOE_TOGETHER] = {};
         bool here[NBI_MOE_TOGETHER];
 #pragma unroll
         for (uint32_t j = 0; j < NBI_MOE_TOGETHER; j++) {
-            const size_t p = t * top_k + k0 + j;
-            here[j] = k0 + j < top_k && nbi_moe_valid(ids[p], n_experts);
+            const uint32_t p = (uint32_t)t * slots.n + k0 + j;
+            here[j] = k0 + j < slots.n && slots.expert(p) >= 0;
             if (!here[j]) continue;
-            weight[j] = weights[p];
+            weight[j] = slots.weight(p);
             y[j] = *reinterpret_cast<const nbi_f32x4 *>(w.y + (size_t)w.place[p] * hidden + c);
         }
 #pragma unroll

@@ -36,16 +36,83 @@ __host__ __device__ inline nbi_cuda_packed nbi_moe_expert(const nbi_moe_weights 
     return p;
 }
 
+/* The experts of rows: those that were chosen for it, then the shared one, with weight 1. A pair is
+ * (row, slot), `n` to a row. */
+struct nbi_moe_slots {
+    const int32_t *ids;   /* [rows][top_k] */
+    const float *weights; /* [rows][top_k] */
+    uint32_t top_k, n;
+    uint32_t n_experts; /* to choose from; the shared one's number */
+    nbi_divisor by;     /* n */
+
+    __host__ __device__ nbi_moe_slots from(size_t row) const
+    {
+        return {ids + row * top_k, weights + row * top_k, top_k, n, n_experts, by};
+    }
+
+    /* Place of a pair in the arrays; false: it is the shared expert's. */
+    NBI_DEV bool find(uint32_t pair, size_t *at) const
+    {
+        *at = pair;
+        if (n == top_k) return true;
+        const uint32_t row = nbi_div(pair, by), slot = pair - row * n;
+        *at = (size_t)row * top_k + slot;
+        return slot < top_k;
+    }
+
+    NBI_DEV int32_t valid(int32_t id) const
+    {
+        return (uint32_t)id < n_experts ? id : -1;
+    }
+
+    /* The expert; -1: none. */
+    NBI_DEV int32_t expert(uint32_t pair) const
+    {
+        size_t at;
+        return find(pair, &at) ? valid(ids[at]) : (int32_t)n_experts;
+    }
+
+    /* The same past the L1 cache. */
+    NBI_DEV int32_t expert_fresh(uint32_t pair) const
+    {
+        size_t at;
+        return find(pair, &at) ? valid(nbi_load_fresh(ids + at)) : (int32_t)n_experts;
+    }
+
+    NBI_DEV float weight(uint32_t pair) const
+    {
+        size_t at;
+        return find(pair, &at) ? weights[at] : 1.0f;
+    }
+
+    /* Both of the first row, past the L1 cache. */
+    NBI_DEV int32_t slot_expert(uint32_t slot) const
+    {
+        return slot < top_k ? valid(nbi_load_fresh(ids + slot)) : (int32_t)n_experts;
+    }
+
+    NBI_DEV float slot_weight(uint32_t slot) const
+    {
+        if (slot >= top_k) return 1.0f;
+        return nbi_float(
+            (uint32_t)nbi_load_fresh(reinterpret_cast<const int32_t *>(weights) + slot));
+    }
+};
+
+static inline nbi_moe_slots nbi_moe_slots_of(const nbi_moe_shape *s, const nbi_moe_args *a)
+{
+    const uint32_t n = nbi_moe_n_slots(s);
+    return {a->ids, a->weights, s->top_k, n, s->n_experts, nbi_divisor_of(n)};
+}
+
 NBI_DEV float nbi_moe_input_scale(const nbi_moe_weights &w, uint32_t e)
 {
     return w.input_scale ? w.input_scale[e] : 0.0f;
 }
 
-/* silu(gate) * up. The sum is never joined with the product inside expf: every kernel must round
- * alike. */
 NBI_DEV float nbi_moe_swiglu(float gate, float up)
 {
-    return gate / __fadd_rn(1.0f, expf(-gate)) * up;
+    return nbi_swiglu(gate, up);
 }
 
 /* launch<KIND>(...) for a kind that nbi_moe_cuda_supports() let through. */

@@ -20,10 +20,10 @@
 
 struct gate_up_args {
     nbi_moe_weights w;
-    const float *x;     /* [T][hidden] */
-    float *h;           /* [T * top_k][inter] */
-    const int32_t *ids; /* [T * top_k] */
-    uint32_t n_rows, top_k, n_experts;
+    const float *x; /* [T][hidden] */
+    float *h;       /* [pairs][inter] */
+    nbi_moe_slots slots;
+    uint32_t n_rows;
     uint32_t rows;      /* looked at together */
     uint32_t row_tiles; /* of a block */
     uint32_t columns;   /* tokens at a time */
@@ -31,11 +31,10 @@ struct gate_up_args {
 
 struct down_args {
     nbi_moe_weights w;
-    const float *h;       /* [T * top_k][inter] */
-    float *out;           /* [T][hidden] */
-    const int32_t *ids;   /* [T * top_k] */
-    const float *weights; /* [T * top_k] */
-    uint32_t n_rows, top_k, n_experts, rows;
+    const float *h; /* [pairs][inter] */
+    float *out;     /* [T][hidden] */
+    nbi_moe_slots slots;
+    uint32_t n_rows, rows;
 };
 
 static NBI_DEV uint32_t least(uint32_t a, uint32_t b)
@@ -54,19 +53,19 @@ static NBI_DEV uint32_t warp_index()
 /* The expert of `pair` and its pairs in order, when `pair` is its first and n_pairs at most
  * PAIRS_MAX; otherwise -1: the block of an earlier pair does the expert, or there is none. All ids
  * are asked for at once. The same answer in every warp; warp 0 writes the list. */
-static NBI_DEV int32_t list_pairs(uint32_t *list, uint32_t *n_list, const int32_t *ids,
-                                  uint32_t n_pairs, uint32_t pair, uint32_t n_experts)
+static NBI_DEV int32_t list_pairs(uint32_t *list, uint32_t *n_list, const nbi_moe_slots &slots,
+                                  uint32_t n_pairs, uint32_t pair)
 {
     const uint32_t lane = (uint32_t)nbi_lane();
     int32_t id[PAIRS_MAX / NBI_WARP];
 #pragma unroll
     for (uint32_t j = 0; j < PAIRS_MAX / NBI_WARP; j++)
-        id[j] = j * NBI_WARP + lane < n_pairs ? ids[j * NBI_WARP + lane] : -1;
+        id[j] = j * NBI_WARP + lane < n_pairs ? slots.expert(j * NBI_WARP + lane) : -1;
     int32_t e = -1;
 #pragma unroll
     for (uint32_t j = 0; j < PAIRS_MAX / NBI_WARP; j++)
         if (pair / NBI_WARP == j) e = __shfl_sync(NBI_FULL_MASK, id[j], (int)(pair % NBI_WARP));
-    if (e < 0 || (uint32_t)e >= n_experts) return -1;
+    if (e < 0) return -1;
     uint32_t n = 0;
 #pragma unroll
     for (uint32_t j = 0; j < PAIRS_MAX / NBI_WARP; j++) {
@@ -92,7 +91,7 @@ static NBI_DEV void convert_rows(char *xs, float *unit, const gate_up_args &a, u
     nbi_moe_steps at(threadIdx.x / NBI_WARP, GATE_UP_WARPS, n_chunks);
     for (; at.q < m; at.next()) {
         const uint32_t c = at.r, column = at.q;
-        const size_t row = row0 + list[column] / a.top_k;
+        const size_t row = row0 + list[column] / a.slots.n;
         const float two_e = nbi_moe_x_chunk<KIND>(
             xs + column * pitch + c * nbi_chunk_tiles(KIND) * NBI_MOE_TILE_X_BYTES,
             a.x + row * a.w.first.cols, c, a.w.first.cols, input_scale);
@@ -132,10 +131,10 @@ static __global__ void __launch_bounds__(GATE_UP_WARPS *NBI_WARP, GATE_UP_BLOCKS
     __shared__ uint32_t list[PAIRS_MAX], n_list;
     const uint32_t lane = (uint32_t)nbi_lane(), warp = warp_index();
     const uint32_t row0 = blockIdx.z * a.rows, pair = blockIdx.y;
-    const uint32_t n_pairs = least(a.rows, a.n_rows - row0) * a.top_k;
-    const size_t pair0 = (size_t)row0 * a.top_k;
+    const uint32_t n_pairs = least(a.rows, a.n_rows - row0) * a.slots.n;
+    const size_t pair0 = (size_t)row0 * a.slots.n;
     if (pair >= n_pairs) return;
-    const int32_t e = list_pairs(list, &n_list, a.ids + pair0, n_pairs, pair, a.n_experts);
+    const int32_t e = list_pairs(list, &n_list, a.slots.from(row0), n_pairs, pair);
     if (e < 0) return;
 
     const nbi_cuda_packed w = nbi_moe_expert(a.w, (uint32_t)e);
@@ -199,13 +198,11 @@ struct groups {
     uint32_t n_places, n_sets;
 };
 
-static NBI_DEV void group_pairs(groups *s, const int32_t *ids, uint32_t n_pairs, uint32_t n_experts)
+static NBI_DEV void group_pairs(groups *s, const nbi_moe_slots &slots, uint32_t n_pairs)
 {
     const uint32_t whole = (n_pairs + 3) / 4 * 4;
-    for (uint32_t p = threadIdx.x; p < whole; p += blockDim.x) {
-        const int32_t e = p < n_pairs ? nbi_load_fresh(ids + p) : -1;
-        s->expert[p] = e >= 0 && (uint32_t)e < n_experts ? e : -1;
-    }
+    for (uint32_t p = threadIdx.x; p < whole; p += blockDim.x)
+        s->expert[p] = p < n_pairs ? slots.expert_fresh(p) : -1;
     __syncthreads();
     for (uint32_t p = threadIdx.x; p < whole; p += blockDim.x) {
         const uint32_t own = (uint32_t)s->expert[p];
@@ -296,15 +293,15 @@ static NBI_DEV void sum_chunks(float *y, const float *part, const float *unit, c
 static NBI_DEV void sum_slots(const float *y, const down_args &a, const groups *s, uint32_t row0,
                               uint32_t n_rows, uint32_t rt)
 {
+    const nbi_moe_slots slots = a.slots.from(row0);
     for (uint32_t i = threadIdx.x; i < n_rows * NBI_TILE_ROWS; i += blockDim.x) {
         const uint32_t t = i / NBI_TILE_ROWS, row = i % NBI_TILE_ROWS;
         if (rt * NBI_TILE_ROWS + row >= a.w.first.rows) continue;
         float sum = 0;
-        for (uint32_t k = 0; k < a.top_k; k++) {
-            const uint32_t p = t * a.top_k + k;
+        for (uint32_t k = 0; k < slots.n; k++) {
+            const uint32_t p = t * slots.n + k;
             if (s->expert[p] < 0) continue;
-            sum = fmaf(a.weights[(size_t)row0 * a.top_k + p], y[s->place[p] * NBI_TILE_ROWS + row],
-                       sum);
+            sum = fmaf(slots.weight(p), y[s->place[p] * NBI_TILE_ROWS + row], sum);
         }
         a.out[(size_t)(row0 + t) * a.w.first.rows + rt * NBI_TILE_ROWS + row] = sum;
     }
@@ -321,14 +318,14 @@ static __global__ void __launch_bounds__(DOWN_WARPS *NBI_WARP, 1) down_kernel(co
     __shared__ groups s;
     const uint32_t lane = (uint32_t)nbi_lane(), warp = warp_index();
     const uint32_t rt = blockIdx.x, row0 = blockIdx.y * a.rows, n_warps = blockDim.x / NBI_WARP;
-    const uint32_t n_rows = least(a.rows, a.n_rows - row0), n_pairs = n_rows * a.top_k;
-    const size_t pair0 = (size_t)row0 * a.top_k;
-    group_pairs(&s, a.ids + pair0, n_pairs, a.n_experts);
+    const uint32_t n_rows = least(a.rows, a.n_rows - row0), n_pairs = n_rows * a.slots.n;
+    const size_t pair0 = (size_t)row0 * a.slots.n;
+    group_pairs(&s, a.slots.from(row0), n_pairs);
 
     const nbi_cuda_packed &w = a.w.first;
     const uint32_t n_chunks = nbi_chunks_of(KIND, w.n_kt);
     const uint32_t pitch = w.n_kt * NBI_MOE_TILE_X_BYTES + ROW_PAD;
-    const uint32_t n_units = s.n_sets * n_chunks, most = a.rows * a.top_k;
+    const uint32_t n_units = s.n_sets * n_chunks, most = a.rows * a.slots.n;
     char *xs = nbi_shared<char>();
     float *unit = reinterpret_cast<float *>(xs + (size_t)most * pitch);
     float *part = unit + most * n_chunks, *y = part + most * n_chunks * NBI_TILE_ROWS;
@@ -414,13 +411,11 @@ static void launch_gate_up(nbi_cuda *c, const nbi_moe_layer *l, const nbi_moe_ar
     a.w = l->gate_up;
     a.x = static_cast<const float *>(r->x);
     a.h = h;
-    a.ids = r->ids;
+    a.slots = nbi_moe_slots_of(&l->shape, r);
     a.n_rows = r->n_rows;
-    a.top_k = l->shape.top_k;
-    a.n_experts = l->shape.n_experts;
     a.rows = r->n_rows < ROWS ? r->n_rows : ROWS;
     const nbi_cuda_packed &w = a.w.first;
-    const uint32_t pairs = a.rows * a.top_k;
+    const uint32_t pairs = a.rows * a.slots.n;
     const uint32_t n_chunks = nbi_chunks_of(KIND, w.n_kt);
     const size_t pitch = (size_t)w.n_kt * NBI_MOE_TILE_X_BYTES + ROW_PAD;
     a.row_tiles = choose_row_tiles(c, pairs, w.n_rt, n_chunks);
@@ -437,7 +432,7 @@ static size_t down_shared(const nbi_moe_shape *s, uint32_t rows)
 {
     const size_t n_kt = (s->inter + NBI_TILE_COLS - 1) / NBI_TILE_COLS;
     const size_t n_chunks = nbi_chunks_of(s->kind_down, (uint32_t)n_kt);
-    return (size_t)rows * s->top_k *
+    return (size_t)rows * nbi_moe_n_slots(s) *
            (n_kt * NBI_MOE_TILE_X_BYTES + ROW_PAD + 4 * n_chunks * (1 + NBI_TILE_ROWS) +
             4 * NBI_TILE_ROWS);
 }
@@ -463,14 +458,11 @@ static void launch_down(nbi_cuda *c, const nbi_moe_layer *l, const nbi_moe_args 
     a.w = l->down;
     a.h = h;
     a.out = static_cast<float *>(r->out);
-    a.ids = r->ids;
-    a.weights = r->weights;
+    a.slots = nbi_moe_slots_of(&l->shape, r);
     a.n_rows = r->n_rows;
-    a.top_k = l->shape.top_k;
-    a.n_experts = l->shape.n_experts;
     a.rows = r->n_rows < ROWS ? r->n_rows : ROWS;
     while (a.rows > 1 && down_shared(&l->shape, a.rows) > down_room(c)) a.rows--;
-    const uint32_t units = a.rows * a.top_k * nbi_chunks_of(KIND, a.w.first.n_kt);
+    const uint32_t units = a.rows * a.slots.n * nbi_chunks_of(KIND, a.w.first.n_kt);
     uint32_t warps = nbi_ceil_div(units, nbi_ceil_div(units, DOWN_WARPS));
     if (warps < 4) warps = 4;
     nbi_launch(&c->rt, dim3(a.w.first.n_rt, nbi_ceil_div(a.n_rows, a.rows)), dim3(warps * NBI_WARP),
@@ -482,7 +474,7 @@ static void launch_down(nbi_cuda *c, const nbi_moe_layer *l, const nbi_moe_args 
 
 size_t nbi_moe_gemv_workspace(const nbi_moe_shape *shape, uint32_t max_rows)
 {
-    return (size_t)max_rows * shape->top_k * shape->inter * sizeof(float);
+    return (size_t)max_rows * nbi_moe_n_slots(shape) * shape->inter * sizeof(float);
 }
 
 void nbi_moe_gemv_run(nbi_cuda *c, const nbi_moe_layer *l, const nbi_moe_args *a)

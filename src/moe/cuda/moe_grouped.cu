@@ -28,10 +28,10 @@ using work = nbi_moe_work;
 struct begin_args {
     work w;
     const float *input_scale; /* [n_experts]: x is converted for each pair, else for each row */
-    uint32_t top_k;
-    const int32_t *ids; /* [n_pairs] */
-    const float *x;     /* [n_rows][cols] */
-    uint32_t n_pairs, n_experts, n_rows, cols, segments;
+    nbi_moe_slots slots;
+    const float *x; /* [n_rows][cols] */
+    uint32_t n_pairs, n_rows, cols, segments;
+    uint32_t n_experts; /* the shared one, too */
 };
 
 /* Pairs of every expert among the NBI_MOE_THREADS pairs of a segment. */
@@ -41,8 +41,8 @@ static NBI_DEV void count_segment(const begin_args &a, uint32_t segment)
     for (uint32_t e = threadIdx.x; e < a.n_experts; e += NBI_MOE_THREADS) count[e] = 0;
     __syncthreads();
     const uint32_t i = segment * NBI_MOE_THREADS + threadIdx.x;
-    const int32_t id = i < a.n_pairs ? a.ids[i] : -1;
-    if (nbi_moe_valid(id, a.n_experts)) atomicAdd(&count[id], 1u);
+    const int32_t id = i < a.n_pairs ? a.slots.expert(i) : -1;
+    if (id >= 0) atomicAdd(&count[id], 1u);
     __syncthreads();
     for (uint32_t e = threadIdx.x; e < a.n_experts; e += NBI_MOE_THREADS)
         a.w.count[(size_t)segment * a.n_experts + e] = count[e];
@@ -59,11 +59,11 @@ static __global__ void __launch_bounds__(NBI_MOE_THREADS) begin_kernel(const beg
     constexpr uint32_t CHUNK = nbi_chunk_tiles(KIND) * NBI_TILE_COLS;
     const uint32_t n_chunks = (a.cols + CHUNK - 1) / CHUNK, to_row = item / n_chunks;
     if (to_row >= (a.input_scale ? a.n_pairs : a.n_rows)) return;
-    const size_t row = a.input_scale ? to_row / a.top_k : to_row;
+    const size_t row = a.input_scale ? to_row / a.slots.n : to_row;
     float scale = 0;
     if (a.input_scale) {
-        const int32_t e = a.ids[to_row];
-        if (!nbi_moe_valid(e, a.n_experts)) return;
+        const int32_t e = a.slots.expert(to_row);
+        if (e < 0) return;
         scale = a.input_scale[e];
     }
     if constexpr (FP4)
@@ -130,7 +130,7 @@ static NBI_DEV void place_pairs(places &p, const work &w, const int32_t *segment
     }
     __syncthreads();
     const int32_t id = segment[threadIdx.x];
-    if (!nbi_moe_valid(id, n_experts)) return;
+    if (id < 0) return;
     uint32_t at = p.first[id];
     for (uint32_t k = 0; k < threadIdx.x; k++) at += segment[k] == id;
     const uint32_t i = blockIdx.x * NBI_MOE_THREADS + threadIdx.x;
@@ -140,7 +140,7 @@ static NBI_DEV void place_pairs(places &p, const work &w, const int32_t *segment
 
 /* A block per segment. */
 static __global__ void __launch_bounds__(NBI_MOE_THREADS)
-    place_kernel(const work w, const int32_t *ids, uint32_t n_pairs, uint32_t n_experts,
+    place_kernel(const work w, const nbi_moe_slots slots, uint32_t n_pairs, uint32_t n_experts,
                  uint32_t tile)
 {
     __shared__ places p;
@@ -148,7 +148,7 @@ static __global__ void __launch_bounds__(NBI_MOE_THREADS)
     nbi_wait_before();
     nbi_let_next();
     const uint32_t i = blockIdx.x * NBI_MOE_THREADS + threadIdx.x;
-    segment[threadIdx.x] = i < n_pairs ? ids[i] : -1;
+    segment[threadIdx.x] = i < n_pairs ? slots.expert(i) : -1;
     add_segments(p, w, n_experts, tile);
     __syncthreads();
     place_pairs(p, w, segment, n_experts, tile, gridDim.x);
@@ -168,16 +168,16 @@ static __global__ void __launch_bounds__(NBI_MOE_THREADS)
         const uint32_t item = (blockIdx.x - 1) * NBI_MOE_WARPS + t / NBI_WARP;
         const uint32_t n_chunks = (a.cols + NBI_MOE_FP4_COLS - 1) / NBI_MOE_FP4_COLS;
         const uint32_t pair = item / n_chunks;
-        const int32_t e = pair < a.n_pairs ? a.ids[pair] : -1;
-        if (!nbi_moe_valid(e, a.n_experts)) return;
-        nbi_moe_fp4_convert(a.w.xc, a.x + (size_t)(pair / a.top_k) * a.cols, a.cols, pair,
+        const int32_t e = pair < a.n_pairs ? a.slots.expert(pair) : -1;
+        if (e < 0) return;
+        nbi_moe_fp4_convert(a.w.xc, a.x + (size_t)(pair / a.slots.n) * a.cols, a.cols, pair,
                             item % n_chunks, a.input_scale[e]);
         return;
     }
     for (uint32_t e = t; e < a.n_experts; e += NBI_MOE_THREADS) p.count[e] = 0;
-    segment[t] = t < a.n_pairs ? a.ids[t] : -1;
+    segment[t] = t < a.n_pairs ? a.slots.expert(t) : -1;
     __syncthreads();
-    if (nbi_moe_valid(segment[t], a.n_experts)) atomicAdd(&p.count[segment[t]], 1u);
+    if (segment[t] >= 0) atomicAdd(&p.count[segment[t]], 1u);
     __syncthreads();
     for (uint32_t e = t; e < a.n_experts; e += NBI_MOE_THREADS) {
         p.first[e] = 0;
@@ -189,7 +189,7 @@ static __global__ void __launch_bounds__(NBI_MOE_THREADS)
 
 template <nbi_weight_kind KIND>
 static __global__ void __launch_bounds__(NBI_MOE_THREADS)
-    convert_kernel(const work w, const float *input_scale, const int32_t *ids, uint32_t cols)
+    convert_kernel(const work w, const float *input_scale, const nbi_moe_slots slots, uint32_t cols)
 {
     nbi_wait_before();
     nbi_let_next();
@@ -197,7 +197,7 @@ static __global__ void __launch_bounds__(NBI_MOE_THREADS)
     constexpr uint32_t CHUNK = nbi_chunk_tiles(KIND) * NBI_TILE_COLS;
     const uint32_t n_chunks = (cols + CHUNK - 1) / CHUNK, place = item / n_chunks;
     if (place >= w.total->n_places) return;
-    const float scale = input_scale ? input_scale[ids[w.pair[place]]] : 0;
+    const float scale = input_scale ? input_scale[slots.expert(w.pair[place])] : 0;
     nbi_moe_convert<KIND>(w.hc, w.he, w.h + (size_t)place * cols, cols, place, item % n_chunks,
                           scale);
 }
@@ -218,7 +218,8 @@ static uint32_t segments_of(uint32_t n_pairs)
 
 static size_t lay_out(work *w, char *base, const nbi_moe_shape *s, uint32_t n_rows, bool fp4)
 {
-    const size_t pairs = (size_t)n_rows * s->top_k;
+    const size_t pairs = (size_t)n_rows * nbi_moe_n_slots(s);
+    const uint32_t n_experts = nbi_moe_n_all(s);
     const bool by_pair = s->w4a4 && s->kind_gate_up == NBI_WEIGHT_NVFP4;
     const size_t x_rows = by_pair ? pairs : n_rows;
     const size_t width = s->hidden > s->inter ? s->hidden : s->inter;
@@ -227,11 +228,11 @@ static size_t lay_out(work *w, char *base, const nbi_moe_shape *s, uint32_t n_ro
         size_t bytes;
     } parts[] = {
         {reinterpret_cast<void **>(&w->count),
-         (size_t)segments_of((uint32_t)pairs) * s->n_experts * sizeof *w->count},
+         (size_t)segments_of((uint32_t)pairs) * n_experts * sizeof *w->count},
         {reinterpret_cast<void **>(&w->pair), pairs * sizeof *w->pair},
         {reinterpret_cast<void **>(&w->place), pairs * sizeof *w->place},
         {reinterpret_cast<void **>(&w->tiles),
-         most_tiles((uint32_t)pairs, s->n_experts, nbi_moe_narrow::TOKENS) * sizeof *w->tiles},
+         most_tiles((uint32_t)pairs, n_experts, nbi_moe_narrow::TOKENS) * sizeof *w->tiles},
         {reinterpret_cast<void **>(&w->total), sizeof *w->total},
         {reinterpret_cast<void **>(&w->xc), x_rows * nbi_moe_form_bytes(s->hidden, fp4)},
         {reinterpret_cast<void **>(&w->hc), pairs * nbi_moe_form_bytes(s->inter, fp4)},
@@ -269,7 +270,7 @@ bool nbi_moe_grouped_fits(const nbi_cuda *c, const nbi_moe_shape *s)
            c->rt.shared_max;
 }
 
-/* Pairs of an expert, on average. */
+/* Pairs of an expert of the ids, on average. */
 static uint32_t pairs_each(const nbi_moe_shape *s, uint32_t n_rows)
 {
     return nbi_ceil_div(n_rows * s->top_k, s->n_experts);
@@ -311,8 +312,8 @@ struct pass {
     nbi_cuda *c;
     const nbi_moe_layer *l;
     work w;
-    const float *x, *weights;
-    const int32_t *ids;
+    nbi_moe_slots slots;
+    const float *x;
     float *out;
     uint32_t n_rows, n_pairs, tokens, n_tiles;
     bool wide; /* the products of moe_wide.cu */
@@ -322,10 +323,10 @@ static nbi_moe_wide_args wide_args(const pass &s)
 {
     nbi_moe_wide_args a = {};
     a.w = s.w;
-    a.ids = s.ids;
+    a.ids = s.slots.ids; /* read with input scales, which layers with a shared expert have not */
     a.x = s.x;
-    a.top_k = s.l->shape.top_k;
-    a.n_experts = s.l->shape.n_experts;
+    a.top_k = s.slots.n;
+    a.n_experts = nbi_moe_n_all(&s.l->shape);
     a.n_rows = s.n_rows;
     a.n_pairs = s.n_pairs;
     a.n_tiles = s.n_tiles;
@@ -339,11 +340,10 @@ template <nbi_weight_kind KIND, bool FP4 = false> static void launch_up(const pa
     begin_args b = {};
     b.w = s.w;
     b.input_scale = s.l->gate_up.input_scale;
-    b.top_k = shape.top_k;
-    b.ids = s.ids;
+    b.slots = s.slots;
     b.x = s.x;
     b.n_pairs = s.n_pairs;
-    b.n_experts = shape.n_experts;
+    b.n_experts = nbi_moe_n_all(&shape);
     b.n_rows = s.n_rows;
     b.cols = shape.hidden;
     b.segments = segments_of(s.n_pairs);
@@ -354,12 +354,12 @@ template <nbi_weight_kind KIND, bool FP4 = false> static void launch_up(const pa
         nbi_launch(&s.c->rt, grid, block, 0, begin_few_kernel, b, s.tokens);
     } else {
         nbi_launch(&s.c->rt, grid, block, 0, begin_kernel<KIND, FP4>, b);
-        nbi_launch(&s.c->rt, dim3(b.segments), block, 0, place_kernel, s.w, s.ids, s.n_pairs,
-                   shape.n_experts, s.tokens);
+        nbi_launch(&s.c->rt, dim3(b.segments), block, 0, place_kernel, s.w, s.slots, s.n_pairs,
+                   b.n_experts, s.tokens);
     }
     if (s.wide) return nbi_moe_wide_gate_up(s.c, wide_args(s), s.l->gate_up);
     const nbi_moe_product_args a = {
-        s.l->gate_up, s.w, s.w.h, by_pair ? 1 : shape.top_k, NULL, 0, s.l->down.input_scale};
+        s.l->gate_up, s.w, s.w.h, by_pair ? 1 : s.slots.n, NULL, 0, s.l->down.input_scale};
     if constexpr (FP4)
         nbi_moe_fp4_product(s.c, a, s.tokens, true, false, s.n_tiles, 1);
     else
@@ -374,7 +374,7 @@ template <nbi_weight_kind KIND, bool FP4 = false> static void launch_down(const 
     const nbi_moe_product_args a = {s.l->down, s.w, s.w.y, 1, NULL, 0, NULL};
     if constexpr (FP4) return nbi_moe_fp4_product(s.c, a, s.tokens, false, false, s.n_tiles, 1);
     nbi_launch(&s.c->rt, dim3(nbi_ceil_div(items, NBI_MOE_WARPS)), dim3(NBI_MOE_THREADS), 0,
-               convert_kernel<KIND>, s.w, s.l->down.input_scale, s.ids, shape.inter);
+               convert_kernel<KIND>, s.w, s.l->down.input_scale, s.slots, shape.inter);
     launch_product<KIND, false>(s.c, a, s.n_tiles, s.tokens);
 }
 
@@ -389,8 +389,7 @@ static void run_pass(const pass &s)
         NBI_MOE_BY_KIND(shape.kind_down, launch_down, s);
     }
     nbi_launch(&s.c->rt, dim3(nbi_ceil_div(shape.hidden, 4 * NBI_MOE_THREADS), s.n_rows),
-               dim3(NBI_MOE_THREADS), 0, nbi_moe_combine_kernel, s.w, s.out, s.ids, s.weights,
-               shape.top_k, shape.n_experts, shape.hidden);
+               dim3(NBI_MOE_THREADS), 0, nbi_moe_combine_kernel, s.w, s.out, s.slots, shape.hidden);
 }
 
 void nbi_moe_grouped_run(nbi_cuda *c, const nbi_moe_layer *l, const nbi_moe_args *a)
@@ -401,19 +400,17 @@ void nbi_moe_grouped_run(nbi_cuda *c, const nbi_moe_layer *l, const nbi_moe_args
     s.l = l;
     lay_out(&s.w, static_cast<char *>(a->workspace), &l->shape, pass_rows(a->n_rows), l->fp4);
     for (uint32_t row = 0; row < a->n_rows; row += s.n_rows) {
-        const size_t first = (size_t)row * l->shape.top_k;
+        s.slots = nbi_moe_slots_of(&l->shape, a).from(row);
         s.n_rows = pass_rows(a->n_rows - row);
-        s.n_pairs = s.n_rows * l->shape.top_k;
+        s.n_pairs = s.n_rows * s.slots.n;
         const uint32_t each = pairs_each(&l->shape, s.n_rows);
         s.wide = !l->fp4 && c->rt.sm == 90 && each >= WIDE_PAIRS;
         s.tokens = s.wide   ? nbi_moe_wide_tokens(&l->shape)
                    : l->fp4 ? nbi_moe_fp4_tokens(each)
                             : choose_tokens(c, &l->shape, s.n_rows);
-        s.n_tiles = most_tiles(s.n_pairs, l->shape.n_experts, s.tokens);
+        s.n_tiles = most_tiles(s.n_pairs, nbi_moe_n_all(&l->shape), s.tokens);
         s.x = static_cast<const float *>(a->x) + (size_t)row * l->shape.hidden;
         s.out = static_cast<float *>(a->out) + (size_t)row * l->shape.hidden;
-        s.ids = a->ids + first;
-        s.weights = a->weights + first;
         run_pass(s);
     }
 }

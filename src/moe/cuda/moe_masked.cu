@@ -35,7 +35,7 @@ struct masked_work {
 
 /* A block per expert, a thread per row. */
 static __global__ void __launch_bounds__(CAPACITY_MAX)
-    assign_kernel(const masked_work m, const int32_t *ids, uint32_t n_rows, uint32_t top_k,
+    assign_kernel(const masked_work m, const nbi_moe_slots slots, uint32_t n_rows,
                   uint32_t capacity)
 {
     __shared__ uint32_t of_warp[CAPACITY_MAX / NBI_WARP];
@@ -44,8 +44,8 @@ static __global__ void __launch_bounds__(CAPACITY_MAX)
     const int32_t e = (int32_t)blockIdx.x;
     const uint32_t t = threadIdx.x, warp = t / NBI_WARP, lane = (uint32_t)nbi_lane();
     bool here = false;
-    for (uint32_t k = 0; k < top_k && t < n_rows; k++)
-        here = here || ids[(size_t)t * top_k + k] == e;
+    for (uint32_t k = 0; k < slots.n && t < n_rows; k++)
+        here = here || slots.expert(t * slots.n + k) == e;
     const uint32_t all = __ballot_sync(NBI_FULL_MASK, here);
     if (lane == 0) of_warp[warp] = (uint32_t)__popc(all);
     __syncthreads();
@@ -58,8 +58,8 @@ static __global__ void __launch_bounds__(CAPACITY_MAX)
     if (!here) return;
     const uint32_t place = blockIdx.x * capacity + before;
     m.row[place] = t;
-    for (uint32_t k = 0; k < top_k; k++)
-        if (ids[(size_t)t * top_k + k] == e) m.w.place[(size_t)t * top_k + k] = place;
+    for (uint32_t k = 0; k < slots.n; k++)
+        if (slots.expert(t * slots.n + k) == e) m.w.place[(size_t)t * slots.n + k] = place;
 }
 
 struct dispatch_args {
@@ -97,15 +97,17 @@ static __global__ void __launch_bounds__(NBI_MOE_THREADS) dispatch_kernel(const 
 static size_t lay_out(masked_work *m, char *base, const nbi_moe_shape *s, uint32_t capacity,
                       bool fp4)
 {
-    const size_t places = (size_t)s->n_experts * capacity;
+    const uint32_t n_experts = nbi_moe_n_all(s);
+    const size_t places = (size_t)n_experts * capacity;
     const size_t width = s->hidden > s->inter ? s->hidden : s->inter;
     const struct {
         void **at;
         size_t bytes;
     } parts[] = {
-        {reinterpret_cast<void **>(&m->masked_m), s->n_experts * sizeof *m->masked_m},
+        {reinterpret_cast<void **>(&m->masked_m), n_experts * sizeof *m->masked_m},
         {reinterpret_cast<void **>(&m->row), places * sizeof *m->row},
-        {reinterpret_cast<void **>(&m->w.place), (size_t)capacity * s->top_k * sizeof *m->w.place},
+        {reinterpret_cast<void **>(&m->w.place),
+         (size_t)capacity * nbi_moe_n_slots(s) * sizeof *m->w.place},
         {reinterpret_cast<void **>(&m->w.xc), places * nbi_moe_form_bytes(s->hidden, fp4)},
         {reinterpret_cast<void **>(&m->w.hc), places * nbi_moe_form_bytes(s->inter, fp4)},
         {reinterpret_cast<void **>(&m->w.xe),
@@ -166,7 +168,7 @@ static void launch_dispatch(const masked_pass &s, const float *from, bool by_pla
     a.to = by_place ? s.m.w.hc : s.m.w.xc;
     a.unit = by_place ? s.m.w.he : s.m.w.xe;
     a.capacity = s.capacity;
-    a.n_places = shape.n_experts * s.capacity;
+    a.n_places = nbi_moe_n_all(&shape) * s.capacity;
     a.cols = by_place ? shape.inter : shape.hidden;
     a.by_place = by_place;
     nbi_launch(&s.c->rt,
@@ -177,7 +179,7 @@ static void launch_dispatch(const masked_pass &s, const float *from, bool by_pla
 template <nbi_weight_kind KIND, bool GATE_UP, bool FP4>
 static void launch_product(const masked_pass &s)
 {
-    const uint32_t n_experts = s.l->shape.n_experts;
+    const uint32_t n_experts = nbi_moe_n_all(&s.l->shape);
     nbi_moe_product_args a = {};
     a.weights = GATE_UP ? s.l->gate_up : s.l->down;
     a.w = s.m.w;
@@ -236,14 +238,13 @@ void nbi_moe_masked_run(nbi_cuda *c, const nbi_moe_layer *l, const nbi_moe_args 
                                                 nbi_moe_most_chunks(shape)) <= c->rt.shared_max);
     for (uint32_t row = 0; row < a->n_rows; row += s.capacity) {
         const uint32_t left = a->n_rows - row, n = left < s.capacity ? left : s.capacity;
-        const int32_t *ids = a->ids + (size_t)row * shape->top_k;
-        nbi_launch(&c->rt, dim3(shape->n_experts), dim3(CAPACITY_MAX), 0, assign_kernel, s.m, ids,
-                   n, shape->top_k, s.capacity);
+        const nbi_moe_slots slots = nbi_moe_slots_of(shape, a).from(row);
+        nbi_launch(&c->rt, dim3(nbi_moe_n_all(shape)), dim3(CAPACITY_MAX), 0, assign_kernel, s.m,
+                   slots, n, s.capacity);
         launch_products(s, static_cast<const float *>(a->x) + (size_t)row * shape->hidden);
         nbi_launch(&c->rt, dim3(nbi_ceil_div(shape->hidden, 4 * NBI_MOE_THREADS), n),
                    dim3(NBI_MOE_THREADS), 0, nbi_moe_combine_kernel, s.m.w,
-                   static_cast<float *>(a->out) + (size_t)row * shape->hidden, ids,
-                   a->weights + (size_t)row * shape->top_k, shape->top_k, shape->n_experts,
+                   static_cast<float *>(a->out) + (size_t)row * shape->hidden, slots,
                    shape->hidden);
     }
 }

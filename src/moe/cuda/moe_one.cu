@@ -2,7 +2,8 @@
  * multiply (a unit is a row tile's chunk), so that nothing stands between the ids and the copies.
  * Two kernels; same bits as moe_gemv.cu. Callers: moe_runners.cu.
  *
- *   gate_up  an equal, contiguous share of the row tiles of all chosen experts; waits for the ids
+ *   gate_up  an equal, contiguous share of the row tiles of all chosen experts; waits for the ids.
+ *            As much of a shared expert's, which are asked for before the wait
  *   down     an equal share of the output's row tiles over all slots. It asks before gate_up has
  *            ended: gate_up lets it start only when the ids were there (its nbi_let_next() stands
  *            behind its nbi_wait_before()), and reads them past the L1 cache */
@@ -17,13 +18,12 @@
 
 struct one_args {
     nbi_moe_weights w;
-    const float *x; /* the row; down: h [top_k][inter] */
+    const float *x; /* the row; down: h [slots][inter] */
     float *out;     /* h; down: the row */
-    const int32_t *ids;
-    const float *weights; /* down */
-    uint32_t top_k, n_experts, n_chunks;
+    nbi_moe_slots slots;
+    uint32_t n_chunks;
     nbi_divisor chunks, rt; /* by n_chunks, by the row tiles of an expert */
-    uint32_t n_tiles;       /* gate_up: of all slots */
+    uint32_t n_tiles;       /* gate_up: of the slots with ids */
     nbi_divisor each;       /* units of a tile */
     uint32_t units;         /* of a block, most */
     nbi_divisor group;      /* units of a copy: neighbours in a tile */
@@ -52,18 +52,42 @@ __host__ __device__ inline uint32_t lay_out(one_shared *s, char *base, uint32_t 
     return at + units * 4;
 }
 
-/* The tiles of block b are first_tile(b) ... first_tile(b + 1) - 1. */
-static NBI_DEV uint32_t first_tile(const one_args &a, uint32_t b)
+/* Of n tiles those of block b are first_tile(n, b) ... first_tile(n, b + 1) - 1. */
+static NBI_DEV uint32_t first_tile(uint32_t n, uint32_t b)
 {
-    return a.n_tiles * b / gridDim.x;
+    return n * b / gridDim.x;
 }
+
+/* The tiles of a block of gate_up: the shared expert's, then those of the slots with ids. */
+struct up_tiles {
+    uint32_t n, n_shared; /* all of them; the shared expert's */
+    uint32_t first, base; /* its first row tile; tile k behind them is tile base + k of the slots */
+
+    NBI_DEV explicit up_tiles(const one_args &a)
+    {
+        const uint32_t b = blockIdx.x, all = a.slots.n > a.slots.top_k ? a.w.first.n_rt : 0;
+        first = first_tile(all, b);
+        n_shared = first_tile(all, b + 1) - first;
+        base = first_tile(a.n_tiles, b) - n_shared;
+        n = first_tile(a.n_tiles, b + 1) - base;
+    }
+
+    NBI_DEV uint32_t slot(const one_args &a, uint32_t k) const
+    {
+        return k < n_shared ? a.slots.top_k : nbi_div(base + k, a.rt);
+    }
+
+    NBI_DEV uint32_t row_tile(const one_args &a, uint32_t k) const
+    {
+        return k < n_shared ? first + k : nbi_mod(base + k, a.rt);
+    }
+};
 
 /* The ids, lane k that of slot k; UINT32_MAX: none. */
 static NBI_DEV uint32_t load_ids(const one_args &a)
 {
     const uint32_t lane = (uint32_t)nbi_lane();
-    const uint32_t e = lane < a.top_k ? (uint32_t)nbi_load_fresh(a.ids + lane) : UINT32_MAX;
-    return e < a.n_experts ? e : UINT32_MAX;
+    return lane < a.slots.n ? (uint32_t)a.slots.slot_expert(lane) : UINT32_MAX;
 }
 
 /* The group of units that a thread asks for: those that are multiplied first by the first lanes. */
@@ -193,10 +217,13 @@ static __global__ void __launch_bounds__(WARPS *NBI_WARP, 2)
     lay_out(&s, nbi_shared<char>(), a.units, nbi_stream_unit_bytes(KIND));
     const uint32_t lane = (uint32_t)nbi_lane();
     const uint32_t warp = __shfl_sync(NBI_FULL_MASK, threadIdx.x / NBI_WARP, 0);
-    const uint32_t t0 = first_tile(a, blockIdx.x), n = first_tile(a, blockIdx.x + 1) - t0;
-    const uint32_t units = n * a.n_chunks, own = own_group(warp, WARPS), first = own * a.group.d;
-    const uint32_t own_tile = t0 + nbi_div(first, a.chunks), own_c = nbi_mod(first, a.chunks);
+    const up_tiles tiles(a);
+    const uint32_t n = tiles.n, units = n * a.n_chunks;
+    const uint32_t own = own_group(warp, WARPS), first = own * a.group.d;
+    const uint32_t own_tile = nbi_div(first, a.chunks), own_c = nbi_mod(first, a.chunks);
     if (first < units) open_group<KIND>(a, s, own, own_c);
+    if (own_tile < tiles.n_shared)
+        ask<KIND>(a, s, own, a.slots.n_experts, tiles.first + own_tile, own_c);
     __syncthreads();
     nbi_wait_before();
     nbi_let_next(); /* not before the wait: down reads the ids that we waited for */
@@ -206,9 +233,8 @@ static __global__ void __launch_bounds__(WARPS *NBI_WARP, 2)
     one_x<KIND> x;
     row_x.load(a, a.x, c);
     /* who ends a row: 8 rows of tile k */
-    const uint32_t k = threadIdx.x / 8, g = threadIdx.x % 8, tile = t0 + k;
-    const uint32_t slot = k < n ? nbi_div(tile, a.rt) : 0, rt = nbi_mod(tile, a.rt),
-                   row = rt * 8 + g;
+    const uint32_t k = threadIdx.x / 8, g = threadIdx.x % 8, tile = k < n ? k : 0;
+    const uint32_t slot = tiles.slot(a, tile), rt = tiles.row_tile(a, tile), row = rt * 8 + g;
     const uint32_t e = __shfl_sync(NBI_FULL_MASK, id, (int)slot);
     const bool ends = k < n && e != UINT32_MAX && row < a.w.first.rows;
     nbi_cuda_packed m = a.w.first;
@@ -218,9 +244,13 @@ static __global__ void __launch_bounds__(WARPS *NBI_WARP, 2)
         gate_scale = m.row_scale[rt * 16 + g];
         up_scale = m.row_scale[rt * 16 + 8 + g];
     }
-    const uint32_t own_e = __shfl_sync(NBI_FULL_MASK, id, (int)(nbi_div(own_tile, a.rt) & 31));
-    if (first < units && own_e != UINT32_MAX)
-        ask<KIND>(a, s, own, own_e, nbi_mod(own_tile, a.rt), own_c);
+    const uint32_t own_e = __shfl_sync(NBI_FULL_MASK, id, (int)(tiles.slot(a, own_tile) & 31));
+    if (first < units && own_tile >= tiles.n_shared && own_e != UINT32_MAX)
+        ask<KIND>(a, s, own, own_e, tiles.row_tile(a, own_tile), own_c);
+    /* bit j: unit warp + j WARPS has no expert */
+    const uint32_t at = tiles.slot(a, nbi_div(warp + lane * WARPS, a.chunks)) & 31;
+    const uint32_t none =
+        __ballot_sync(NBI_FULL_MASK, __shfl_sync(NBI_FULL_MASK, id, (int)at) == UINT32_MAX);
     x.make(row_x);
     for (uint32_t u = warp; u < units; u += WARPS) {
         if (nbi_mod(u, a.chunks) != c) {
@@ -229,8 +259,7 @@ static __global__ void __launch_bounds__(WARPS *NBI_WARP, 2)
             x.make(row_x);
         }
         if (u < a.n_chunks && lane == 0) s.unit[c] = x.two_e;
-        const uint32_t at = nbi_div(t0 + nbi_div(u, a.chunks), a.rt);
-        if (__shfl_sync(NBI_FULL_MASK, id, (int)at) != UINT32_MAX) multiply<KIND>(a, s, u, c, x);
+        if (!(none >> u / WARPS & 1)) multiply<KIND>(a, s, u, c, x);
     }
     __syncthreads();
     if (!ends) return;
@@ -253,7 +282,7 @@ static NBI_DEV nbi_f32x4 load_scales(const one_args &a, uint32_t id, uint32_t sl
     const uint32_t lane = (uint32_t)nbi_lane(), slot = slot0 + lane / 4;
     const uint32_t e = __shfl_sync(NBI_FULL_MASK, id, (int)(slot & 31));
     nbi_f32x4 scale = {{0, 0, 0, 0}};
-    if (slot >= a.top_k || e == UINT32_MAX) return scale;
+    if (slot >= a.slots.n || e == UINT32_MAX) return scale;
     const float *from = nbi_moe_expert(a.w, e).row_scale + rt * 16 + lane % 4 * 2;
 #pragma unroll
     for (uint32_t i = 0; i < 4; i++) scale.v[i] = from[i / 2 + i % 2 * 8];
@@ -269,12 +298,13 @@ static NBI_DEV void sum_slots(const one_args &a, const one_shared &s, uint32_t i
 {
     const uint32_t lane = (uint32_t)nbi_lane(), r = lane % 4;
     float sum[4] = {0, 0, 0, 0};
-    for (uint32_t slot0 = 0; slot0 < a.top_k; slot0 += 8) {
-        const uint32_t slot = slot0 + lane / 4, n = a.top_k - slot0 < 8 ? a.top_k - slot0 : 8;
+    const uint32_t n_slots = a.slots.n;
+    for (uint32_t slot0 = 0; slot0 < n_slots; slot0 += 8) {
+        const uint32_t slot = slot0 + lane / 4, n = n_slots - slot0 < 8 ? n_slots - slot0 : 8;
         const uint32_t e = __shfl_sync(NBI_FULL_MASK, id, (int)(slot & 31));
         float y[4] = {0, 0, 0, 0};
         if (slot0 > 0) scale = load_scales(a, id, slot0, rt);
-        if (slot < a.top_k && e != UINT32_MAX) {
+        if (slot < n_slots && e != UINT32_MAX) {
             const nbi_cuda_packed m = nbi_moe_expert(a.w, e);
 #pragma unroll 4
             for (uint32_t c = 0; c < a.n_chunks; c++) {
@@ -314,7 +344,8 @@ static __global__ void __launch_bounds__(DOWN_WARPS *NBI_WARP, 2)
     lay_out(&s, nbi_shared<char>(), a.units, nbi_stream_unit_bytes(KIND));
     const uint32_t lane = (uint32_t)nbi_lane();
     const uint32_t warp = __shfl_sync(NBI_FULL_MASK, threadIdx.x / NBI_WARP, 0);
-    const uint32_t t0 = first_tile(a, blockIdx.x), n = first_tile(a, blockIdx.x + 1) - t0;
+    const uint32_t t0 = first_tile(a.n_tiles, blockIdx.x);
+    const uint32_t n = first_tile(a.n_tiles, blockIdx.x + 1) - t0;
     const uint32_t units = n * a.each.d, own = own_group(warp, DOWN_WARPS), first = own * a.group.d;
     const uint32_t id = load_ids(a);
     const uint32_t own_e =
@@ -323,8 +354,7 @@ static __global__ void __launch_bounds__(DOWN_WARPS *NBI_WARP, 2)
         open_group<KIND>(a, s, own, nbi_mod(first, a.chunks));
         ask<KIND>(a, s, own, own_e, t0 + nbi_div(first, a.each), nbi_mod(first, a.chunks));
     }
-    const float weight = nbi_float((uint32_t)nbi_load_fresh(
-        reinterpret_cast<const int32_t *>(a.weights) + (lane < a.top_k ? lane : 0)));
+    const float weight = a.slots.slot_weight(lane);
     nbi_f32x4 scale = {{0, 0, 0, 0}};
     if (warp < n) scale = load_scales(a, id, 0, t0 + warp);
     __syncthreads();
@@ -366,19 +396,21 @@ static uint32_t grid_of(const nbi_cuda *c, uint32_t n_tiles)
 
 /* How a product is cut; its shared memory: so much that no multiprocessor takes two blocks of the
  * next kernel while another has none. */
-static uint32_t divide(one_args *k, const nbi_cuda *c, const nbi_moe_weights &w, uint32_t top_k,
-                       bool down)
+static uint32_t divide(one_args *k, const nbi_cuda *c, const nbi_moe_layer *l, bool down)
 {
+    const nbi_moe_weights &w = down ? l->down : l->gate_up;
+    const nbi_moe_shape *shape = &l->shape;
     const nbi_weight_kind kind = w.first.kind;
     *k = {};
     k->w = w;
-    k->top_k = top_k;
     k->n_chunks = nbi_chunks_of(kind, w.first.n_kt);
-    k->n_tiles = w.first.n_rt * (down ? 1 : top_k);
+    k->n_tiles = w.first.n_rt * (down ? 1 : shape->top_k);
     k->chunks = nbi_divisor_of(k->n_chunks);
     k->rt = nbi_divisor_of(w.first.n_rt);
-    k->each = nbi_divisor_of(k->n_chunks * (down ? top_k : 1));
-    k->units = nbi_ceil_div(k->n_tiles, grid_of(c, k->n_tiles)) * k->each.d;
+    k->each = nbi_divisor_of(k->n_chunks * (down ? nbi_moe_n_slots(shape) : 1));
+    const uint32_t grid = grid_of(c, k->n_tiles), shared = down ? 0 : shape->n_shared;
+    k->units =
+        (nbi_ceil_div(k->n_tiles, grid) + nbi_ceil_div(w.first.n_rt * shared, grid)) * k->each.d;
     k->group = nbi_divisor_of(nbi_stream_group(k->n_chunks, nbi_stream_unit_bytes(kind)));
     one_shared unused;
     const uint32_t bytes = lay_out(&unused, nullptr, k->units, nbi_stream_unit_bytes(kind));
@@ -391,8 +423,7 @@ bool nbi_moe_one_fits(const nbi_cuda *c, const nbi_moe_layer *l, uint32_t n_rows
     const nbi_moe_shape *s = &l->shape;
     if (c->rt.sm < 90 || n_rows != 1 || s->w4a4 || nbi_moe_has_f32(s)) return false;
     one_args up, down;
-    const uint32_t up_bytes = divide(&up, c, l->gate_up, s->top_k, false);
-    const uint32_t down_bytes = divide(&down, c, l->down, s->top_k, true);
+    const uint32_t up_bytes = divide(&up, c, l, false), down_bytes = divide(&down, c, l, true);
     const uint32_t most = c->rt.shared_max < MOST ? (uint32_t)c->rt.shared_max : MOST;
     return up.units <= UNITS_MAX && down.units <= UNITS_MAX && up_bytes <= most &&
            down_bytes <= most && up.units / up.n_chunks * 8 <= WARPS * NBI_WARP;
@@ -402,11 +433,10 @@ template <nbi_weight_kind KIND>
 static void launch_gate_up(nbi_cuda *c, const nbi_moe_layer *l, const nbi_moe_args *a, float *h)
 {
     one_args k;
-    const uint32_t shared = divide(&k, c, l->gate_up, l->shape.top_k, false);
+    const uint32_t shared = divide(&k, c, l, false);
     k.x = static_cast<const float *>(a->x);
     k.out = h;
-    k.ids = a->ids;
-    k.n_experts = l->shape.n_experts;
+    k.slots = nbi_moe_slots_of(&l->shape, a);
     k.x_fast = nbi_x_fast(a->x, 0, k.w.first.cols);
     nbi_launch(&c->rt, dim3(grid_of(c, k.n_tiles)), dim3(WARPS * NBI_WARP), shared,
                one_gate_up_kernel<KIND>, k);
@@ -416,12 +446,10 @@ template <nbi_weight_kind KIND>
 static void launch_down(nbi_cuda *c, const nbi_moe_layer *l, const nbi_moe_args *a, const float *h)
 {
     one_args k;
-    const uint32_t shared = divide(&k, c, l->down, l->shape.top_k, true);
+    const uint32_t shared = divide(&k, c, l, true);
     k.x = h;
     k.out = static_cast<float *>(a->out);
-    k.ids = a->ids;
-    k.weights = a->weights;
-    k.n_experts = l->shape.n_experts;
+    k.slots = nbi_moe_slots_of(&l->shape, a);
     k.x_fast = k.w.first.cols % 4 == 0;
     nbi_launch(&c->rt, dim3(grid_of(c, k.n_tiles)), dim3(DOWN_WARPS * NBI_WARP), shared,
                one_down_kernel<KIND>, k);

@@ -1,5 +1,5 @@
 /* Experts of a layer in one block of device memory, packed (backend/cuda/tile.h). Callers: the
- * tables of the CUDA runners, when a model opens.
+ * tables of the CUDA runners, when a model opens. A shared expert is the last of the experts.
  *
  * The block: gate and up of expert 0, of expert 1, ...; then down of expert 0, ...; with NVFP4
  * activations the input scales. */
@@ -37,6 +37,18 @@ bool nbi_moe_cuda_supports(const nbi_backend *b, const nbi_moe_shape *s, char *w
                  NBI_MOE_TOP_K_MAX, NBI_MOE_EXPERTS_MAX);
         return false;
     }
+    if (!s->n_shared) return true;
+    if (s->w4a4 || nbi_moe_has_f32(s)) {
+        snprintf(why, n,
+                 "a shared expert is among the others only where activations are not "
+                 "rounded to NVFP4 and weights are not f32");
+        return false;
+    }
+    if (nbi_moe_n_slots(s) > NBI_MOE_TOP_K_MAX || nbi_moe_n_all(s) > NBI_MOE_EXPERTS_MAX) {
+        snprintf(why, n, "%u of %u experts and %u shared; %u of %u is the most", s->top_k,
+                 s->n_experts, s->n_shared, NBI_MOE_TOP_K_MAX, NBI_MOE_EXPERTS_MAX);
+        return false;
+    }
     return true;
 }
 
@@ -57,10 +69,10 @@ static size_t place(nbi_moe_layer *l)
     l->gate_up.first =
         nbi_packed_at(base, s->kind_gate_up, f32 ? 2 * s->inter : s->inter, s->hidden, !f32);
     l->gate_up.stride = nbi_packed_bytes(&l->gate_up.first);
-    if (base) base += s->n_experts * l->gate_up.stride;
+    if (base) base += nbi_moe_n_all(s) * l->gate_up.stride;
     l->down.first = nbi_packed_at(base, s->kind_down, s->hidden, s->inter, false);
     l->down.stride = nbi_packed_bytes(&l->down.first);
-    const size_t packed = s->n_experts * (l->gate_up.stride + l->down.stride);
+    const size_t packed = nbi_moe_n_all(s) * (l->gate_up.stride + l->down.stride);
     if (!s->w4a4) return packed;
     const float *scales = reinterpret_cast<const float *>(static_cast<char *>(l->block) + packed);
     if (s->kind_gate_up == NBI_WEIGHT_NVFP4) l->gate_up.input_scale = scales;
@@ -83,8 +95,9 @@ static void upload_scales(nbi_cuda *c, const nbi_moe_layer *l, const nbi_moe_exp
 static void pack_experts(nbi_cuda *c, const nbi_moe_layer *l, const nbi_moe_experts *e,
                          nbi_cuda_pack_item *items)
 {
+    const uint32_t n_all = nbi_moe_n_all(&l->shape);
     uint32_t n = 0;
-    for (uint32_t i = 0; i < l->shape.n_experts; i++) {
+    for (uint32_t i = 0; i < n_all; i++) {
         const nbi_cuda_packed to = nbi_moe_expert(l->gate_up, i);
         if (to.kind != NBI_WEIGHT_F32) {
             items[n++] = {&e->gate[i], &e->up[i], to};
@@ -95,7 +108,7 @@ static void pack_experts(nbi_cuda *c, const nbi_moe_layer *l, const nbi_moe_expe
         nbi_cuda_upload(c, data, e->gate[i].data, bytes);
         nbi_cuda_upload(c, data + bytes, e->up[i].data, bytes);
     }
-    for (uint32_t i = 0; i < l->shape.n_experts; i++)
+    for (uint32_t i = 0; i < n_all; i++)
         items[n++] = {&e->down[i], NULL, nbi_moe_expert(l->down, i)};
     nbi_cuda_pack(c, items, n);
 }
@@ -107,7 +120,7 @@ nb_status nbi_moe_cuda_prepare(nbi_backend *b, nbi_moe_layer **out, const nbi_mo
     NB_TRY(nbi_moe_experts_check(e, err));
     nbi_moe_layer *l = static_cast<nbi_moe_layer *>(nbi_calloc(1, sizeof *l));
     nbi_cuda_pack_item *items = static_cast<nbi_cuda_pack_item *>(
-        nbi_calloc(2 * (size_t)e->shape.n_experts, sizeof *items));
+        nbi_calloc(2 * (size_t)nbi_moe_n_all(&e->shape), sizeof *items));
     nb_status st = NB_OK;
     float *scales =
         static_cast<float *>(nbi_calloc(2 * (size_t)e->shape.n_experts, sizeof *scales));
@@ -123,7 +136,7 @@ nb_status nbi_moe_cuda_prepare(nbi_backend *b, nbi_moe_layer **out, const nbi_mo
     } else if (!l->block) {
         st = nbi_fail(err, NB_NO_MEMORY,
                       "layer %u: no device memory for %u experts of %zu bytes, %zu in all",
-                      e->layer, e->shape.n_experts, bytes / e->shape.n_experts, bytes);
+                      e->layer, nbi_moe_n_all(&e->shape), bytes / nbi_moe_n_all(&e->shape), bytes);
     } else {
         place(l);
         pack_experts(c, l, e, items);

@@ -10,11 +10,6 @@
 #define NBI_MOE_WARPS   (NBI_MOE_THREADS / NBI_WARP)
 #define NBI_MOE_STAGES  4u /* k-tiles of x on their way or in use */
 
-static NBI_DEV bool nbi_moe_valid(int32_t id, uint32_t n_experts)
-{
-    return id >= 0 && (uint32_t)id < n_experts;
-}
-
 /* One chunk of the row at x, by one warp, to row `to_row` of the converted ones. */
 template <nbi_weight_kind KIND>
 static NBI_DEV void nbi_moe_convert(char *to, float *unit, const float *x, uint32_t cols,

@@ -11,11 +11,12 @@
  * expert. The row tiles of all entries stand one behind the other and every block has an equal,
  * contiguous share of them, so that it needs x of few entries; a warp has every n-th tile of the
  * block, all chunks of it, and a ring of its own for its weights: no barriers but where x changes.
- */
+ * A shared expert has a pair of every row, more work in a tile than others: its tiles are shared
+ * out apart. */
 #include "backend/cuda/stream.h"
 #include "moe/cuda/moe_tiles.h"
 
-#define PAIRS_MAX 1024u
+#define PAIRS_MAX 1152u
 #define COLUMNS   8u  /* tokens of a matrix instruction */
 #define ROW_PAD   64u /* bytes between converted rows: two neighbours never share banks */
 #define SLOTS_MAX 64u /* converted rows */
@@ -35,27 +36,28 @@ struct entry {
 
 struct rows_args {
     nbi_moe_weights w;
-    const float *x;     /* rows of `cols` */
-    float *out;         /* [pairs][rows of a matrix] */
-    const int32_t *ids; /* [n_pairs] */
-    uint32_t n_pairs, n_experts;
-    uint32_t x_pairs; /* pairs that share a row of x */
+    const float *x; /* rows of `cols` */
+    float *out;     /* [pairs][rows of a matrix] */
+    nbi_moe_slots slots;
+    uint32_t n_pairs, n_experts; /* the shared one, too */
+    uint32_t x_pairs;            /* pairs that share a row of x */
     uint32_t warps, stages;
+    nbi_divisor rt;   /* row tiles of an entry */
     uint32_t cap;     /* pairs of an entry */
-    uint32_t slots;   /* converted rows that there is room for */
+    uint32_t places;  /* converted rows that there is room for */
     uint32_t entries; /* of a block, most */
 };
 
 /* Shared memory of a block. */
 struct rows_shared {
-    uint64_t *full;                 /* [warps][stages] */
-    char *ring;                     /* [warps][stages] units */
-    char *x;                        /* [slots] */
-    float *unit;                    /* [chunks][slots + 2 COLUMNS] */
-    uint32_t *count, *next, *start; /* [n_experts]: pairs; next place; first place, entry << 16 */
-    uint32_t *total;                /* entries of all experts */
-    entry *mine;                    /* entries of the block */
-    uint16_t *pair, *unsorted;      /* at a place */
+    uint64_t *full;            /* [warps][stages] */
+    char *ring;                /* [warps][stages] units */
+    char *x;                   /* [slots] */
+    float *unit;               /* [chunks][slots + 2 COLUMNS] */
+    uint32_t *count, *next;    /* [n_experts] pairs; next place */
+    uint32_t *start;           /* [n_experts + 1] first place, entry << 16 */
+    entry *mine;               /* entries of the block */
+    uint16_t *pair, *unsorted; /* at a place */
 };
 
 __host__ __device__ inline uint32_t row_pitch(uint32_t n_kt)
@@ -79,12 +81,11 @@ __host__ __device__ inline uint32_t lay_out(rows_shared *s, char *base, const ro
     };
     take(&s->full, BARRIERS);
     take(&s->ring, a.warps * a.stages * unit_bytes);
-    take(&s->x, a.slots * row_pitch(a.w.first.n_kt));
-    take(&s->unit, n_chunks * unit_pitch(a.slots) * 4);
+    take(&s->x, a.places * row_pitch(a.w.first.n_kt));
+    take(&s->unit, n_chunks * unit_pitch(a.places) * 4);
     take(&s->count, a.n_experts * 4);
     take(&s->next, a.n_experts * 4);
-    take(&s->start, a.n_experts * 4);
-    take(&s->total, 4);
+    take(&s->start, (a.n_experts + 1) * 4);
     take(&s->mine, a.entries * (uint32_t)sizeof(entry));
     take(&s->pair, a.n_pairs * 2);
     take(&s->unsorted, a.n_pairs * 2);
@@ -98,7 +99,7 @@ static NBI_DEV uint32_t entries_of(uint32_t pairs, uint32_t cap)
     return (pairs + cap - 1) / cap;
 }
 
-/* One warp: start, next and total from the counts; a lane has experts one behind the other. */
+/* One warp: start and next from the counts; a lane has experts one behind the other. */
 static NBI_DEV void scan_experts(const rows_args &a, const rows_shared &s)
 {
     const uint32_t lane = (uint32_t)nbi_lane(), each = (a.n_experts + 31) / 32;
@@ -112,7 +113,7 @@ static NBI_DEV void scan_experts(const rows_args &a, const rows_shared &s)
         const uint32_t before = __shfl_up_sync(NBI_FULL_MASK, sum, d);
         if (lane >= d) sum += before;
     }
-    if (lane == 31) *s.total = sum >> 16;
+    if (lane == 31) s.start[a.n_experts] = sum;
     sum -= own;
     for (uint32_t e = from; e < to; e++) {
         s.start[e] = sum;
@@ -125,25 +126,28 @@ static NBI_DEV void scan_experts(const rows_args &a, const rows_shared &s)
  * are read past the L1 cache. */
 static NBI_DEV void sort_pairs(const rows_args &a, const rows_shared &s)
 {
-    constexpr uint32_t EACH = PAIRS_MAX / 256;
+    constexpr uint32_t EACH = (PAIRS_MAX + 255) / 256;
     int32_t id[EACH];
 #pragma unroll
     for (uint32_t j = 0; j < EACH; j++) {
         const uint32_t i = j * blockDim.x + threadIdx.x;
-        id[j] = i < a.n_pairs ? nbi_load_fresh(a.ids + i) : -1;
-        if ((uint32_t)id[j] >= a.n_experts) id[j] = -1;
+        id[j] = i < a.n_pairs ? a.slots.expert_fresh(i) : -1;
     }
-    for (uint32_t e = threadIdx.x; e < a.n_experts; e += blockDim.x) s.count[e] = 0;
+    const auto chosen = [&](uint32_t j) {
+        return id[j] >= 0 && (uint32_t)id[j] < a.slots.n_experts;
+    };
+    for (uint32_t e = threadIdx.x; e < a.n_experts; e += blockDim.x)
+        s.count[e] = e < a.slots.n_experts ? 0 : nbi_div(a.n_pairs, a.slots.by);
     __syncthreads();
 #pragma unroll
     for (uint32_t j = 0; j < EACH; j++)
-        if (id[j] >= 0) atomicAdd(&s.count[id[j]], 1u);
+        if (chosen(j)) atomicAdd(&s.count[id[j]], 1u);
     __syncthreads();
     if (threadIdx.x < 32) scan_experts(a, s);
     __syncthreads();
 #pragma unroll
     for (uint32_t j = 0; j < EACH; j++)
-        if (id[j] >= 0)
+        if (chosen(j))
             s.unsorted[atomicAdd(&s.next[id[j]], 1u)] = (uint16_t)(j * blockDim.x + threadIdx.x);
     __syncthreads();
 #pragma unroll
@@ -152,31 +156,52 @@ static NBI_DEV void sort_pairs(const rows_args &a, const rows_shared &s)
         const uint32_t own = j * blockDim.x + threadIdx.x, n = s.count[id[j]];
         const uint32_t first = s.start[id[j]] & 0xffffu;
         uint32_t at = first;
-        for (uint32_t q = first; q < first + n; q++) at += s.unsorted[q] < own;
+        if (!chosen(j)) at += nbi_div(own, a.slots.by); /* every row has it */
+        if (chosen(j))
+            for (uint32_t q = first; q < first + n; q++) at += s.unsorted[q] < own;
         s.pair[at] = (uint16_t)own;
     }
 }
 
-/* Entries first ... last of all go to mine[]. A barrier follows. */
-static NBI_DEV void take_entries(const rows_args &a, const rows_shared &s, uint32_t first,
-                                 uint32_t last)
+/* Tiles of the block among those of entries that stand one behind the other. */
+struct rows_share {
+    uint32_t first, n; /* tiles, counted from the first of all entries */
+    uint32_t entry, n_entries;
+
+    NBI_DEV rows_share(const rows_args &a, uint32_t from_entry, uint32_t end_entry)
+    {
+        const uint32_t all = (end_entry - from_entry) * a.w.first.n_rt;
+        const uint32_t begin = (uint32_t)((uint64_t)all * blockIdx.x / gridDim.x);
+        const uint32_t end = (uint32_t)((uint64_t)all * (blockIdx.x + 1) / gridDim.x);
+        first = from_entry * a.w.first.n_rt + begin;
+        n = end - begin;
+        entry = first / a.w.first.n_rt;
+        n_entries = n ? (first + n - 1) / a.w.first.n_rt - entry + 1 : 0;
+    }
+};
+
+/* The share's entries go to mine[at ...]. A barrier follows. */
+static NBI_DEV void take_entries(const rows_args &a, const rows_shared &s, const rows_share &share,
+                                 uint32_t at_mine)
 {
+    if (!share.n) return;
+    const uint32_t first = share.entry, last = first + share.n_entries - 1;
     for (uint32_t e = threadIdx.x; e < a.n_experts; e += blockDim.x) {
         const uint32_t n = s.count[e], place = s.start[e] & 0xffffu, k0 = s.start[e] >> 16;
         const uint32_t end = k0 + entries_of(n, a.cap);
         for (uint32_t k = k0 > first ? k0 : first; k < end && k <= last; k++) {
             const uint32_t at = (k - k0) * a.cap;
-            s.mine[k - first] = {e, place + at, n - at < a.cap ? n - at : a.cap};
+            s.mine[at_mine + k - first] = {e, place + at, n - at < a.cap ? n - at : a.cap};
         }
     }
 }
 
 /* ---------------------------------------------------------------- products */
 
-/* Places first ... first + n - 1 to slots 0 ... n - 1, two chunks of a warp at a time. */
+/* Places first ... first + n - 1 to slots slot0 ..., two chunks of a warp at a time. */
 template <nbi_weight_kind KIND>
 static NBI_DEV void convert_rows(const rows_args &a, const rows_shared &s, uint32_t first,
-                                 uint32_t n, uint32_t n_chunks)
+                                 uint32_t n, uint32_t slot0, uint32_t n_chunks)
 {
     const uint32_t cols = a.w.first.cols, pitch = row_pitch(a.w.first.n_kt), all = n * n_chunks;
     const auto row = [&](uint32_t slot) {
@@ -184,8 +209,9 @@ static NBI_DEV void convert_rows(const rows_args &a, const rows_shared &s, uint3
     };
     const auto give = [&](nbi_moe_x_part &part, uint32_t slot, uint32_t c) {
         const float two_e = part.template give<KIND>(
-            s.x + slot * pitch + c * nbi_chunk_tiles(KIND) * NBI_MOE_TILE_X_BYTES, c, cols, 0);
-        if (nbi_lane() == 0) s.unit[c * unit_pitch(a.slots) + slot] = two_e;
+            s.x + (slot0 + slot) * pitch + c * nbi_chunk_tiles(KIND) * NBI_MOE_TILE_X_BYTES, c,
+            cols, 0);
+        if (nbi_lane() == 0) s.unit[c * unit_pitch(a.places) + slot0 + slot] = two_e;
     };
     for (uint32_t i = threadIdx.x / 32; i < all; i += 2 * a.warps) {
         const uint32_t slot = i / n_chunks, c = i % n_chunks, j = i + a.warps;
@@ -201,23 +227,33 @@ static NBI_DEV void convert_rows(const rows_args &a, const rows_shared &s, uint3
 /* A warp's tiles, one after the other: entry mine[e], row tile rt. */
 struct rows_tiles {
     uint32_t e, rt, left;
+    uint32_t i;                /* of the block's tiles */
+    uint32_t n, first;         /* tiles of its first share, and where their entries begin */
+    uint32_t second, e_second; /* of tile n and behind it, likewise */
 
-    /* Tile `first` of all is the block's first, in entry mine[0]. */
-    NBI_DEV rows_tiles(const rows_args &a, uint32_t first, uint32_t n, uint32_t warp)
-        : e(0), rt(first % a.w.first.n_rt), left(n > warp ? (n - warp - 1) / a.warps + 1 : 0)
+    NBI_DEV rows_tiles(const rows_args &a, const rows_share &share, const rows_share &shared,
+                       uint32_t warp)
+        : i(warp), n(share.n), first(share.first - share.entry * a.rt.d),
+          second(shared.first - shared.entry * a.rt.d - share.n), e_second(share.n_entries)
     {
-        go(a, warp);
+        const uint32_t all = share.n + shared.n;
+        left = all > warp ? (all - warp - 1) / a.warps + 1 : 0;
+        find(a);
     }
 
-    NBI_DEV void go(const rows_args &a, uint32_t by)
+    NBI_DEV void find(const rows_args &a)
     {
-        for (rt += by; rt >= a.w.first.n_rt; e++) rt -= a.w.first.n_rt;
+        const uint32_t at = i + (i < n ? first : second);
+        e = nbi_div(at, a.rt);
+        rt = at - e * a.rt.d;
+        if (i >= n) e += e_second;
     }
 
     NBI_DEV void next(const rows_args &a)
     {
         left--;
-        go(a, a.warps);
+        i += a.warps;
+        find(a);
     }
 };
 
@@ -351,7 +387,7 @@ static NBI_DEV void multiply(float y[NT][4], const rows_args &a, const rows_shar
             nbi_chunk_add(y[j], p[j], two, block);
             x[j] += CT * NBI_MOE_TILE_X_BYTES;
         }
-        unit += unit_pitch(a.slots);
+        unit += unit_pitch(a.places);
     }
 }
 
@@ -381,13 +417,27 @@ static NBI_DEV void do_tile(const rows_args &a, const rows_shared &s, rows_asker
     }
 }
 
+/* Entries mine[from ... to - 1] of consecutive places for which there is room; returns their pairs.
+ */
+static NBI_DEV uint32_t take_run(const rows_shared &s, uint32_t from, uint32_t *to, uint32_t end,
+                                 uint32_t room)
+{
+    uint32_t n = 0;
+    for (*to = from; *to < end; ++*to) {
+        const entry &k = s.mine[*to];
+        if (k.first + k.n - s.mine[from].first > room) break;
+        n = k.first + k.n - s.mine[from].first;
+    }
+    return n;
+}
+
 /* MOST: column tiles of an entry. */
 template <nbi_weight_kind KIND, uint32_t MOST, bool GATE_UP>
 static __global__ void __launch_bounds__(warps_of(KIND) * NBI_WARP, 1)
     rows_kernel(const __grid_constant__ rows_args a)
 {
     constexpr uint32_t UNIT = nbi_stream_unit_bytes(KIND);
-    const uint32_t n_rt = a.w.first.n_rt, n_chunks = nbi_chunks_of(KIND, a.w.first.n_kt);
+    const uint32_t n_chunks = nbi_chunks_of(KIND, a.w.first.n_kt);
     const uint32_t warp = __shfl_sync(NBI_FULL_MASK, threadIdx.x / NBI_WARP, 0);
     rows_shared s;
     lay_out(&s, nbi_shared<char>(), a, UNIT, n_chunks);
@@ -397,53 +447,58 @@ static __global__ void __launch_bounds__(warps_of(KIND) * NBI_WARP, 1)
     nbi_let_next(); /* of gate_up not before the wait: down reads the ids that we waited for */
     sort_pairs(a, s);
 
-    const uint32_t all = *s.total * n_rt; /* the block's tiles are first ... end - 1 */
-    const uint32_t first = (uint32_t)((uint64_t)all * blockIdx.x / gridDim.x);
-    const uint32_t end = (uint32_t)((uint64_t)all * (blockIdx.x + 1) / gridDim.x);
-    const uint32_t n_mine = end > first ? (end - 1) / n_rt - first / n_rt + 1 : 0;
-    if (n_mine) take_entries(a, s, first / n_rt, (end - 1) / n_rt);
+    const uint32_t end = s.start[a.n_experts] >> 16;
+    const uint32_t routed = a.slots.n > a.slots.top_k ? s.start[a.n_experts - 1] >> 16 : end;
+    const rows_share share(a, 0, routed), shared(a, routed, end);
+    const uint32_t n_mine = share.n_entries + shared.n_entries;
+    take_entries(a, s, share, 0);
+    take_entries(a, s, shared, share.n_entries);
     __syncthreads();
-    rows_tiles own(a, first, end - first, warp);
+    rows_tiles own(a, share, shared, warp);
     rows_asker<KIND> asker(a, s, own);
     rows_ring ring = {s.ring + warp * a.stages * UNIT, s.full + warp * a.stages, 0, 0};
     for (uint32_t i = 0; i < a.stages; i++) asker.ask(a, s, ring.units + i * UNIT, ring.full + i);
     if (!GATE_UP) nbi_wait_before();
 
     for (uint32_t from = 0, to = 0; from < n_mine; from = to) {
-        const uint32_t place = s.mine[from].first;
-        uint32_t n = 0;
-        for (; to < n_mine && s.mine[to].first + s.mine[to].n - place <= a.slots; to++)
-            n = s.mine[to].first + s.mine[to].n - place;
+        const uint32_t split = share.n_entries;
+        const uint32_t n = take_run(s, from, &to, from < split ? split : n_mine, a.places);
+        const uint32_t cut = to, place = s.mine[from].first;
+        const bool both = from < split && cut == split; /* and the shared expert's */
+        const uint32_t n_shared = both ? take_run(s, cut, &to, n_mine, a.places - n) : 0;
+        const uint32_t place_shared = n_shared ? s.mine[cut].first : 0;
         if (from) __syncthreads(); /* the rows before are done with */
-        convert_rows<KIND>(a, s, place, n, n_chunks);
+        convert_rows<KIND>(a, s, place, n, 0, n_chunks);
+        convert_rows<KIND>(a, s, place_shared, n_shared, n, n_chunks);
         __syncthreads();
         for (; own.left && own.e < to; own.next(a)) {
             const entry k = s.mine[own.e];
+            const uint32_t slot = own.e < cut ? k.first - place : k.first - place_shared + n;
             if (MOST > 1 && k.n > COLUMNS)
-                do_tile<KIND, MOST, GATE_UP>(a, s, &asker, &ring, k, own.rt, k.first - place);
+                do_tile<KIND, MOST, GATE_UP>(a, s, &asker, &ring, k, own.rt, slot);
             else
-                do_tile<KIND, 1, GATE_UP>(a, s, &asker, &ring, k, own.rt, k.first - place);
+                do_tile<KIND, 1, GATE_UP>(a, s, &asker, &ring, k, own.rt, slot);
         }
     }
 }
 
 /* out: over the slots of a row, in order; a thread has four columns. */
 static __global__ void __launch_bounds__(128)
-    rows_combine_kernel(float *out, const float *y, const int32_t *ids, const float *weights,
-                        uint32_t top_k, uint32_t n_experts, uint32_t hidden)
+    rows_combine_kernel(float *out, const float *y, const nbi_moe_slots slots, uint32_t hidden)
 {
     nbi_wait_before();
     nbi_let_next();
     const uint32_t c = 4 * (blockIdx.x * blockDim.x + threadIdx.x);
-    const size_t pair0 = (size_t)blockIdx.y * top_k;
+    const uint32_t pair0 = blockIdx.y * slots.n;
     if (c >= hidden) return;
     nbi_f32x4 sum = {{0, 0, 0, 0}};
 #pragma unroll 4
-    for (uint32_t k = 0; k < top_k; k++) {
-        const uint32_t e = (uint32_t)ids[pair0 + k];
-        const float weight = weights[pair0 + k];
-        if (e >= n_experts) continue;
-        const nbi_f32x4 v = *reinterpret_cast<const nbi_f32x4 *>(y + (pair0 + k) * hidden + c);
+    for (uint32_t k = 0; k < slots.n; k++) {
+        const int32_t e = slots.expert(pair0 + k);
+        const float weight = slots.weight(pair0 + k);
+        if (e < 0) continue;
+        const nbi_f32x4 v =
+            *reinterpret_cast<const nbi_f32x4 *>(y + (size_t)(pair0 + k) * hidden + c);
 #pragma unroll
         for (int i = 0; i < 4; i++) sum.v[i] = fmaf(weight, v.v[i], sum.v[i]);
     }
@@ -466,13 +521,14 @@ static bool divide(rows_args *k, uint32_t *shared, uint32_t *grid, const nbi_cud
 {
     const nbi_weight_kind kind = w.first.kind;
     const uint32_t unit = nbi_stream_unit_bytes(kind), n_chunks = nbi_chunks_of(kind, w.first.n_kt);
-    const uint32_t each = n_rows * s->top_k / s->n_experts; /* pairs of an expert */
+    const uint32_t each = n_rows * s->top_k / s->n_experts; /* pairs of an expert of the ids */
     *k = {};
     k->w = w;
-    k->n_pairs = n_rows * s->top_k;
-    k->n_experts = s->n_experts;
+    k->n_pairs = n_rows * nbi_moe_n_slots(s);
+    k->n_experts = nbi_moe_n_all(s);
     k->warps = warps_of(kind);
     k->stages = unit > 2304 ? 2 : 3;
+    k->rt = nbi_divisor_of(w.first.n_rt);
     k->cap = each >= 4 ? 2 * COLUMNS : COLUMNS;
     k->entries = k->n_pairs; /* more than enough, until the grid is known */
     rows_shared unused;
@@ -485,13 +541,13 @@ static bool divide(rows_args *k, uint32_t *shared, uint32_t *grid, const nbi_cud
         slots = all > fixed ? (all - fixed) / row : 0;
     if (slots > SLOTS_MAX) slots = SLOTS_MAX;
     if (slots > k->n_pairs) slots = k->n_pairs;
-    k->slots = slots;
+    k->places = slots;
     if (slots < 2) return false;
     if (k->cap > slots) k->cap = slots;
-    const uint32_t entries = most_entries(k->n_pairs, s->n_experts, k->cap);
+    const uint32_t entries = most_entries(k->n_pairs, k->n_experts, k->cap);
     *grid = entries * w.first.n_rt;
     if (*grid > (uint32_t)c->rt.n_sms) *grid = (uint32_t)c->rt.n_sms;
-    k->entries = entries / *grid + 3;
+    k->entries = entries / *grid + 3 + (s->n_shared ? nbi_ceil_div(n_rows, k->cap) / *grid + 2 : 0);
     if (k->entries > k->n_pairs) k->entries = k->n_pairs;
     *shared = lay_out(&unused, nullptr, *k, unit, n_chunks);
     return *shared <= all;
@@ -501,7 +557,7 @@ bool nbi_moe_rows_fits(const nbi_cuda *c, const nbi_moe_layer *l, uint32_t n_row
 {
     const nbi_moe_shape *s = &l->shape;
     if (c->rt.sm < 90 || n_rows < 2 || s->w4a4 || nbi_moe_has_f32(s)) return false;
-    if (n_rows * s->top_k > PAIRS_MAX || s->hidden % 4 || s->inter % 4) return false;
+    if (n_rows * nbi_moe_n_slots(s) > PAIRS_MAX || s->hidden % 4 || s->inter % 4) return false;
     rows_args k;
     uint32_t shared, grid;
     return divide(&k, &shared, &grid, c, l->gate_up, s, n_rows) &&
@@ -526,9 +582,9 @@ static void launch_gate_up(nbi_cuda *c, const nbi_moe_layer *l, const nbi_moe_ar
     uint32_t shared, grid;
     divide(&k, &shared, &grid, c, l->gate_up, &l->shape, a->n_rows);
     k.x = static_cast<const float *>(a->x);
-    k.x_pairs = l->shape.top_k;
+    k.slots = nbi_moe_slots_of(&l->shape, a);
+    k.x_pairs = k.slots.n;
     k.out = h;
-    k.ids = a->ids;
     launch<KIND, true>(c, k, shared, grid);
 }
 
@@ -542,14 +598,14 @@ static void launch_down(nbi_cuda *c, const nbi_moe_layer *l, const nbi_moe_args 
     k.x = h;
     k.x_pairs = 1;
     k.out = y;
-    k.ids = a->ids;
+    k.slots = nbi_moe_slots_of(&l->shape, a);
     launch<KIND, false>(c, k, shared, grid);
 }
 
 size_t nbi_moe_rows_workspace(const nbi_moe_shape *s, uint32_t max_rows)
 {
-    const uint32_t most = PAIRS_MAX / s->top_k;
-    const size_t pairs = (size_t)(max_rows < most ? max_rows : most) * s->top_k;
+    const uint32_t most = PAIRS_MAX / nbi_moe_n_slots(s);
+    const size_t pairs = (size_t)(max_rows < most ? max_rows : most) * nbi_moe_n_slots(s);
     return pairs * ((size_t)s->inter + s->hidden) * sizeof(float);
 }
 
@@ -557,10 +613,10 @@ void nbi_moe_rows_run(nbi_cuda *c, const nbi_moe_layer *l, const nbi_moe_args *a
 {
     const nbi_moe_shape *s = &l->shape;
     float *h = static_cast<float *>(a->workspace);
-    float *y = h + (size_t)a->n_rows * s->top_k * s->inter;
+    float *y = h + (size_t)a->n_rows * nbi_moe_n_slots(s) * s->inter;
     NBI_MOE_BY_KIND(s->kind_gate_up, launch_gate_up, c, l, a, h);
     NBI_MOE_BY_KIND(s->kind_down, launch_down, c, l, a, h, y);
     nbi_launch(&c->rt, dim3(nbi_ceil_div(s->hidden, 512), a->n_rows), dim3(128), 0,
                rows_combine_kernel, static_cast<float *>(a->out), static_cast<const float *>(y),
-               a->ids, a->weights, s->top_k, s->n_experts, s->hidden);
+               nbi_moe_slots_of(s, a), s->hidden);
 }

@@ -14,15 +14,11 @@
 
 /* notes[slot]: the expert; notes[SLOTS + slot]: its weight. Read past the L1 cache: down does this
  * before gate_up has ended. */
-static NBI_DEV void note_experts(uint32_t *notes, const int32_t *ids, const float *weights,
-                                 uint32_t n, uint32_t n_experts)
+static NBI_DEV void note_experts(uint32_t *notes, const nbi_moe_slots &slots, bool weights)
 {
-    if (threadIdx.x >= n) return;
-    const int32_t e = nbi_load_fresh(ids + threadIdx.x);
-    notes[threadIdx.x] = e >= 0 && (uint32_t)e < n_experts ? (uint32_t)e : NONE;
-    if (!weights) return;
-    notes[SLOTS + threadIdx.x] =
-        (uint32_t)nbi_load_fresh(reinterpret_cast<const int32_t *>(weights) + threadIdx.x);
+    if (threadIdx.x >= slots.n) return;
+    notes[threadIdx.x] = (uint32_t)slots.slot_expert(threadIdx.x);
+    if (weights) notes[SLOTS + threadIdx.x] = nbi_bits(slots.slot_weight(threadIdx.x));
 }
 
 struct gate_up_work {
@@ -33,15 +29,14 @@ struct gate_up_work {
 
     nbi_moe_weights w;
     const float *row; /* [hidden] */
-    float *h;         /* [top_k][inter] */
-    const int32_t *ids;
-    uint32_t n_experts;
+    float *h;         /* [slots][inter] */
+    nbi_moe_slots slots;
     uint32_t n_tiles, n_parts, n_chunks, cols, n_tokens;
     bool x_fast;
 
     NBI_DEV void begin(uint32_t *notes) const
     {
-        note_experts(notes, ids, nullptr, n_tiles / w.first.n_rt, n_experts);
+        note_experts(notes, slots, false);
     }
 
     NBI_DEV uint32_t at(const uint32_t *notes, uint32_t tile, uint32_t, nbi_cuda_packed *m) const
@@ -78,15 +73,13 @@ struct down_work {
     nbi_moe_weights w;
     const float *h;
     float *out;
-    const int32_t *ids;
-    const float *weights;
-    uint32_t n_experts;
+    nbi_moe_slots slots;
     uint32_t n_tiles, n_parts, n_chunks, cols, n_tokens;
     bool x_fast;
 
     NBI_DEV void begin(uint32_t *notes) const
     {
-        note_experts(notes, ids, weights, n_parts, n_experts);
+        note_experts(notes, slots, true);
     }
 
     NBI_DEV uint32_t at(const uint32_t *notes, uint32_t tile, uint32_t slot,
@@ -178,7 +171,7 @@ bool nbi_moe_stream_fits(const nbi_cuda *c, const nbi_moe_layer *l, const nbi_mo
     const nbi_moe_shape *s = &l->shape;
     if (c->rt.sm < 90 || a->n_rows != 1 || s->w4a4 || nbi_moe_has_f32(s)) return false;
     return nbi_stream_plan_fits(plan_for(c, &l->gate_up.first, 1)) &&
-           nbi_stream_plan_fits(plan_for(c, &l->down.first, s->top_k));
+           nbi_stream_plan_fits(plan_for(c, &l->down.first, nbi_moe_n_slots(s)));
 }
 
 template <nbi_weight_kind KIND>
@@ -189,9 +182,8 @@ static void launch_gate_up(nbi_cuda *c, const nbi_moe_layer *l, const nbi_moe_ar
     w.w = l->gate_up;
     w.row = static_cast<const float *>(a->x);
     w.h = h;
-    w.ids = a->ids;
-    w.n_experts = l->shape.n_experts;
-    w.n_tiles = l->shape.top_k * m.n_rt;
+    w.slots = nbi_moe_slots_of(&l->shape, a);
+    w.n_tiles = w.slots.n * m.n_rt;
     w.n_parts = w.n_tokens = 1;
     w.n_chunks = nbi_chunks_of(KIND, m.n_kt);
     w.cols = m.cols;
@@ -209,11 +201,9 @@ static void launch_down(nbi_cuda *c, const nbi_moe_layer *l, const nbi_moe_args 
     w.w = l->down;
     w.h = h;
     w.out = static_cast<float *>(a->out);
-    w.ids = a->ids;
-    w.weights = a->weights;
-    w.n_experts = l->shape.n_experts;
+    w.slots = nbi_moe_slots_of(&l->shape, a);
     w.n_tiles = m.n_rt;
-    w.n_parts = l->shape.top_k;
+    w.n_parts = w.slots.n;
     w.n_chunks = nbi_chunks_of(KIND, m.n_kt);
     w.n_tokens = 1;
     w.cols = m.cols;

@@ -31,10 +31,13 @@ static size_t layout(scratch *s, char *base, const nbi_moe_shape *shape)
 
 static bool supports(const nbi_backend *b, const nbi_moe_shape *shape, char *why, size_t why_bytes)
 {
-    (void)shape;
-    if (strcmp(b->ops->name, "cpu") == 0) return true;
-    snprintf(why, why_bytes, "runner reference runs on the CPU backend, this is %s",
-             b->description);
+    if (strcmp(b->ops->name, "cpu") != 0) {
+        snprintf(why, why_bytes, "runner reference runs on the CPU backend, this is %s",
+                 b->description);
+        return false;
+    }
+    if (!shape->n_shared) return true;
+    snprintf(why, why_bytes, "a shared expert is not among the others on the CPU");
     return false;
 }
 
