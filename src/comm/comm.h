@@ -77,8 +77,8 @@ nb_status nbi_comm_agree(nbi_comm *comm, nb_status status, const nb_error *own, 
  * part of the columns is nbi_shard_moe_rank() of nbi_shard_moe_size(). */
 typedef struct nbi_shard {
     uint32_t tp_rank, tp_size, ep_rank, ep_size;
-    bool
-        latents; /* q_a, kv_a and the indexer's products of the residual are split by its columns */
+    /* q_a, kv_a and the indexer's products of the residual are split by its columns */
+    bool latents;
 } nbi_shard;
 
 /* ep_size 0 means 1. NB_INVALID when it does not divide the number of ranks. */

@@ -60,7 +60,7 @@ static void shards_cover_everything_once(void **state)
 static void odd_expert_groups_are_refused(void **state)
 {
     (void)state;
-    nbi_shard s = {9, 9, 9, 9};
+    nbi_shard s = {9, 9, 9, 9, true};
     nb_error err = {0};
     assert_int_equal(nbi_shard_make(&s, 0, 4, 3, &err), NB_INVALID);
     assert_string_equal(err.text, "ep_size is 3; expected a divisor of the 4 ranks");

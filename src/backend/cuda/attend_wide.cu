@@ -22,8 +22,6 @@
 #define THREADS (4 * GROUP)
 #define SLOT    (LATENT + 16 + 2 * 64) /* bytes of a position in codes: kv_shape.h */
 
-#define QUERIES 1 /* named barrier: all but the first warpgroup */
-
 /* 128 * (first + second + 2 * third) are all that a multiprocessor has. */
 #define PRODUCER_REGISTERS 32
 #define SCORE_REGISTERS    64
@@ -43,7 +41,8 @@ struct alignas(1024) block_memory {
     float keep[SLOTS], m[SLOTS], sum[SLOTS]; /* as p: of one tile; m and sum where a split ends */
     nbi_attend_slot slot[SLOTS];
     block_part part;
-    uint64_t full[STAGES], empty[STAGES][2], p_full, p_empty; /* empty: of half a tile */
+    uint64_t full[STAGES], empty[STAGES][2]; /* empty: of half a tile */
+    uint64_t queries, p_full, p_empty;
 };
 
 /* ---------------------------------------------------------------- positions on their way */
@@ -306,8 +305,7 @@ NBI_DEV void make_probabilities(const nbi_cuda_attend &a, const block_part &p, b
         }
         if (ends) r = {-INFINITY, 0};
         nbi_shared_to_async();
-        __syncwarp();
-        if (nbi_lane() == 0) nbi_bar_arrive(&s->p_full);
+        nbi_bar_arrive(&s->p_full);
     }
 }
 
@@ -427,7 +425,7 @@ NBI_DEV void add_tiles(const nbi_cuda_attend &a, const block_part &p, block_memo
         nbi_shared_to_async();
         const float keep = s->keep[own], m = s->m[own], l = s->sum[own];
         add_values(x, s, count % STAGES, (tile & last) != 0, keep);
-        give_back(&s->p_empty);
+        nbi_bar_arrive(&s->p_empty);
         if (ends && slot.n > (tile & ~last) * TILE) {
             if (WALK)
                 merge_split(a, x, run, m, l);
@@ -481,8 +479,9 @@ NBI_DEV void open_barriers(block_memory *s)
         for (int h = 0; h < 2; h++) nbi_bar_init(&s->empty[i][h], 2 * GROUP / NBI_WARP);
     }
     if (i == STAGES) {
-        nbi_bar_init(&s->p_full, GROUP / NBI_WARP);
-        nbi_bar_init(&s->p_empty, 2 * GROUP / NBI_WARP);
+        nbi_bar_init(&s->queries, 2 * GROUP);
+        nbi_bar_init(&s->p_full, GROUP);
+        nbi_bar_init(&s->p_empty, 2 * GROUP);
     }
     nbi_bar_init_done();
 }
@@ -516,14 +515,14 @@ static __global__ void __launch_bounds__(THREADS, 1)
             nbi_registers<SCORE_REGISTERS, false>();
             nbi_wait_before();
             nbi_let_next();
-            nbi_sync_some(QUERIES, 3 * GROUP);
+            nbi_bar_wait(&s->queries, 0);
             make_probabilities(a, s->part, s);
         } else {
             nbi_registers<SUM_REGISTERS, true>();
             nbi_wait_before();
             nbi_let_next();
             load_queries(a, s);
-            nbi_sync_some(QUERIES, 3 * GROUP);
+            nbi_bar_arrive(&s->queries);
             add_tiles<WALK>(a, s->part, s, splits);
         }
     }

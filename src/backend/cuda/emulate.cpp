@@ -568,12 +568,12 @@ static void wgmma_later(const pending_wgmma &w)
 
 void nbi_emu_wgmma(float *d, const uint32_t *a, uint64_t b, unsigned n, bool bf16, bool more)
 {
-    wgmma_later({d, a, 0, b, n, current()->wgmma_group, bf16, more});
+    wgmma_later({d, a, 0, b, n, current()->wgmma_group, bf16, more, false});
 }
 
 void nbi_emu_wgmma_shared(float *d, uint64_t a, uint64_t b, unsigned n, bool more)
 {
-    wgmma_later({d, NULL, a, b, n, current()->wgmma_group, true, more});
+    wgmma_later({d, NULL, a, b, n, current()->wgmma_group, true, more, false});
 }
 
 void nbi_emu_wgmma_across(float *d, uint64_t a, uint64_t b, unsigned n, bool more)
