@@ -439,16 +439,6 @@ static NBI_DEV void find_edge(choice *s, uint32_t padded, uint32_t k)
     rank_few(s, k);
 }
 
-/* Keys above the edge; those that equal it in the high half. */
-static NBI_DEV uint32_t count_taken(const nbi_u32x4 &x, uint32_t i, uint32_t n, uint32_t edge)
-{
-    uint32_t own = 0;
-#pragma unroll
-    for (uint32_t j = 0; j < 4; j++)
-        if (i + j < n) own += (uint32_t)(x.v[j] > edge) + ((uint32_t)(x.v[j] == edge) << 16);
-    return own;
-}
-
 static NBI_DEV uint32_t warp_scan(uint32_t x)
 {
 #pragma unroll
@@ -508,7 +498,7 @@ static NBI_DEV void write_list(choice *s, uint32_t n, int32_t *out)
     uint32_t own = 0;
 #pragma unroll 1
     for (uint32_t r = 0, i = first; r < rounds; r++, i += 4 * NBI_WARP)
-        if (i < n) own += count_taken(*reinterpret_cast<nbi_u32x4 *>(s->keys + i), i, n, edge);
+        if (i < n) own += nbi_index_taken(*reinterpret_cast<nbi_u32x4 *>(s->keys + i), i, n, edge);
     own = warp_scan(own);
     if (lane == NBI_WARP - 1) s->sums[warp] = own;
     __syncthreads();
@@ -517,17 +507,9 @@ static NBI_DEV void write_list(choice *s, uint32_t n, int32_t *out)
     for (uint32_t r = 0, i = first; r < rounds; r++, i += 4 * NBI_WARP) {
         nbi_u32x4 x = {{0, 0, 0, 0}};
         if (i < n) x = *reinterpret_cast<nbi_u32x4 *>(s->keys + i);
-        const uint32_t here = count_taken(x, i, n, edge), all = warp_scan(here);
+        const uint32_t here = nbi_index_taken(x, i, n, edge), all = warp_scan(here);
         const uint32_t before = base + all - here;
-        uint32_t above = before & 0xffffu, equal = before >> 16;
-#pragma unroll
-        for (uint32_t j = 0; j < 4; j++) {
-            if (i + j >= n || x.v[j] < edge) continue;
-            const bool tie = x.v[j] == edge;
-            if (!tie || equal < ties) out[above + (equal < ties ? equal : ties)] = (int32_t)(i + j);
-            above += !tie;
-            equal += tie;
-        }
+        nbi_index_list(out, x, i, n, edge, ties, before & 0xffffu, before >> 16);
         base += __shfl_sync(NBI_FULL_MASK, all, NBI_WARP - 1);
     }
 }

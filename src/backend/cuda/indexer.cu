@@ -387,20 +387,9 @@ static __global__ void index_choose_kernel(nbi_index_rows a)
         const uint32_t i = begin + 4 * threadIdx.x;
         const nbi_u32x4 x =
             i < n ? *reinterpret_cast<const nbi_u32x4 *>(keys + i) : nbi_u32x4{{0, 0, 0, 0}};
-        uint32_t own = 0, total; /* above the edge; equal to it, in the high half */
-#pragma unroll
-        for (uint32_t j = 0; j < 4; j++)
-            if (i + j < n) own += (uint32_t)(x.v[j] > edge) + ((uint32_t)(x.v[j] == edge) << 16);
-        const uint32_t before = block_scan(&s, own, &total);
-        uint32_t above = taken + (before & 0xffffu), equal = tied + (before >> 16);
-#pragma unroll
-        for (uint32_t j = 0; j < 4; j++) {
-            if (i + j >= n || x.v[j] < edge) continue;
-            const bool tie = x.v[j] == edge;
-            if (!tie || equal < ties) out[above + (equal < ties ? equal : ties)] = (int32_t)(i + j);
-            above += !tie;
-            equal += tie;
-        }
+        uint32_t total;
+        const uint32_t before = block_scan(&s, nbi_index_taken(x, i, n, edge), &total);
+        nbi_index_list(out, x, i, n, edge, ties, taken + (before & 0xffffu), tied + (before >> 16));
         taken += total & 0xffffu;
         tied += total >> 16;
     }

@@ -74,6 +74,34 @@ template <class PUT> NBI_DEV void nbi_index_key(const nbi_index_keys &a, size_t 
         put(i, nbi_index_normed(a, k, n, i));
 }
 
+/* ---------------------------------------------------------------- the choice */
+
+/* Of the four keys from position i on, of n: how many are above the edge; how many equal it, in the
+ * high half. */
+NBI_DEV uint32_t nbi_index_taken(const nbi_u32x4 &x, uint32_t i, uint32_t n, uint32_t edge)
+{
+    uint32_t own = 0;
+#pragma unroll
+    for (uint32_t j = 0; j < 4; j++)
+        if (i + j < n) own += (uint32_t)(x.v[j] > edge) + ((uint32_t)(x.v[j] == edge) << 16);
+    return own;
+}
+
+/* Those positions into the list, of the ones that equal the edge the first `ties`: `above` and
+ * `equal` are how many came before. */
+NBI_DEV void nbi_index_list(int32_t *out, const nbi_u32x4 &x, uint32_t i, uint32_t n, uint32_t edge,
+                            uint32_t ties, uint32_t above, uint32_t equal)
+{
+#pragma unroll
+    for (uint32_t j = 0; j < 4; j++) {
+        if (i + j >= n || x.v[j] < edge) continue;
+        const bool tie = x.v[j] == edge;
+        if (!tie || equal < ties) out[above + (equal < ties ? equal : ties)] = (int32_t)(i + j);
+        above += !tie;
+        equal += tie;
+    }
+}
+
 /* ---------------------------------------------------------------- scores */
 
 /* Rows [first, first + n_rows) of the batch. */
