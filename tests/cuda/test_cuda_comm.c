@@ -100,24 +100,29 @@ static uint32_t check_join(nbi_backend *b, nbi_comm *comm, float *x, float *host
     return wrong;
 }
 
+/* One sequence with all it has: one row or two. */
+static nbi_batch batch_of(uint32_t n)
+{
+    static const int32_t zeros[2] = {0}, pos[2] = {0, 1}, first[3][2] = {{0, 0}, {0, 1}, {0, 2}};
+    static int32_t fault[2];
+    return (nbi_batch){.n_rows = n,
+                       .n_seqs = 1,
+                       .page_stride = 1,
+                       .max_len = n,
+                       .ids = zeros,
+                       .pos = pos,
+                       .row_seq = zeros,
+                       .seq_first = first[n],
+                       .seq_len = first[n] + 1,
+                       .page_table = zeros,
+                       .logit_rows = zeros,
+                       .row_fault = fault};
+}
+
 /* The same sums in steps of the same counts: from the third on what was recorded. */
 static uint32_t check_steps(nbi_backend *b, nbi_comm *comm, float *x, float *host)
 {
-    const int32_t ids[2] = {0}, pos[2] = {0, 1}, row_seq[2] = {0}, seq_first[2] = {0, 2},
-                  seq_len[1] = {2}, pages[1] = {0}, none[1] = {0};
-    int32_t fault[2] = {0};
-    const nbi_batch batch = {.n_rows = 2,
-                             .n_seqs = 1,
-                             .page_stride = 1,
-                             .max_len = 2,
-                             .ids = ids,
-                             .pos = pos,
-                             .row_seq = row_seq,
-                             .seq_first = seq_first,
-                             .seq_len = seq_len,
-                             .page_table = pages,
-                             .logit_rows = none,
-                             .row_fault = fault};
+    const nbi_batch batch = batch_of(2);
     const uint32_t n = 1500, size = nbi_comm_size(comm);
     uint32_t wrong = 0;
     nb_error err = {0};
@@ -348,21 +353,7 @@ static void call(nbi_backend *b, float *x, uint32_t n, enum work work, uint32_t 
 /* Microseconds of one, in a step that was recorded. */
 static double time_step(nbi_backend *b, float *x, uint32_t n, enum work work)
 {
-    const int32_t ids[1] = {0}, pos[1] = {0}, row_seq[1] = {0}, seq_first[2] = {0, 1},
-                  seq_len[1] = {1}, pages[1] = {0}, none[1] = {0};
-    int32_t fault[1] = {0};
-    const nbi_batch batch = {.n_rows = 1,
-                             .n_seqs = 1,
-                             .page_stride = 1,
-                             .max_len = 1,
-                             .ids = ids,
-                             .pos = pos,
-                             .row_seq = row_seq,
-                             .seq_first = seq_first,
-                             .seq_len = seq_len,
-                             .page_table = pages,
-                             .logit_rows = none,
-                             .row_fault = fault};
+    const nbi_batch batch = batch_of(1);
     static uint32_t pass;
     uint64_t begin = 0;
     nb_error err = {0};
