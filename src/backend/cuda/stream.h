@@ -20,8 +20,15 @@
  *   take(plan, s, warp)          may be there instead of x() and x_fast: the warps that multiply
  *                                wait and make all of x, by nbi_stream_put()
  *   result, part(), finish()     what becomes of the sums: see nbi_stream_reduce
- *   reduce(plan, s, sums, tile)  may be there instead of them */
+ *   reduce(plan, s, sums, tile)  may be there instead of them
+ *   place, place_of(tile, row)   may be there beside them, for one token: where a row's sum goes,
+ *                                found before the wait; put_row(place, sum, scale)
+ *                                stores it
+ *
+ * NT: what a launch has room for: 0 one token, 1 eight, 2 sixteen. */
 #pragma once
+
+#include <type_traits>
 
 #include "backend/cuda/tile.h"
 
@@ -29,7 +36,9 @@
 #define NBI_STREAM_RING   (160u << 10) /* bytes at most; of a block with many tiles 96 KB */
 #define NBI_STREAM_MANY   16u          /* tiles of a block */
 #define NBI_STREAM_STAGES 64u
-#define NBI_STREAM_WARPS  16u /* at most, and one that asks for weights */
+/* Words of zeros: what a unit of one token reads. */
+#define NBI_STREAM_ZEROS 128u
+#define NBI_STREAM_WARPS 16u /* at most, and one that asks for weights */
 /* Units between two times of adding up, where a tile has fewer; of one token, whose sums are small,
  * twice as many. */
 #define NBI_STREAM_ROUND 24u
@@ -140,11 +149,12 @@ inline dim3 nbi_stream_grid(uint32_t n_sms, uint32_t n_tiles)
 struct nbi_stream_shared {
     uint64_t *full, *empty; /* [stages] */
     char *ring;
-    uint32_t *x; /* [k-steps of all parts][pad_tokens][4 lanes][2 words] */
+    uint32_t *x; /* [k-steps of all parts][pad_tokens][4 lanes][2 words]; of one token
+                    [pairs of k-steps][4 lanes][2 k-steps][2 words] */
     float *unit; /* [part][chunk][pad_tokens]: 2^e */
     float *sums; /* [2][tiles of a round], each [units][sum_floats], then [parts][16] row scales */
     uint32_t *notes; /* WORK's */
-    uint32_t *zero;  /* 8 bytes of zeros */
+    uint32_t *zero;  /* [NBI_STREAM_ZEROS] */
 };
 
 template <nbi_weight_kind KIND> NBI_DEV nbi_stream_shared nbi_stream_carve(const nbi_stream_plan &p)
@@ -196,23 +206,17 @@ NBI_DEV void nbi_stream_ask_stage(const WORK &w, const nbi_stream_plan &plan,
                       &s.full[stage]);
 }
 
-/* One warp: asks for the units of all tiles of the block, in order. What the ring holds at first is
- * asked for by all lanes: their addresses are made together. */
+/* One lane: asks for the units of all tiles of the block, in order: they come in the order of
+ * asking, and are wanted in it. */
 template <nbi_weight_kind KIND, class WORK>
 NBI_DEV void nbi_stream_ask(const WORK &w, const nbi_stream_plan &plan, const nbi_stream_shared &s)
 {
-    const uint32_t groups = nbi_div(w.n_chunks, plan.group), each = w.n_parts * groups;
-    const uint32_t n = nbi_stream_own_tiles(w), lane = (uint32_t)nbi_lane();
-    const uint32_t first = n * each < plan.stages ? n * each : plan.stages;
-    for (uint32_t j = lane; j < first; j += NBI_WARP)
-        nbi_stream_ask_stage<KIND>(w, plan, s, blockIdx.x + j / each * gridDim.x, j % each / groups,
-                                   j % groups * plan.group.d, j);
-    if (lane) return;
-    uint32_t stage = 0, turn = 1, part = first % each / groups, c = first % groups * plan.group.d;
-    for (uint32_t i = first / each; i < n; i++, part = 0) {
-        for (; part < w.n_parts; part++, c = 0) {
-            for (; c < w.n_chunks; c += plan.group.d) {
-                nbi_bar_wait(&s.empty[stage], (turn - 1) & 1u);
+    const uint32_t n = nbi_stream_own_tiles(w);
+    uint32_t stage = 0, turn = 0;
+    for (uint32_t i = 0; i < n; i++) {
+        for (uint32_t part = 0; part < w.n_parts; part++) {
+            for (uint32_t c = 0; c < w.n_chunks; c += plan.group.d) {
+                if (turn) nbi_bar_wait(&s.empty[stage], (turn - 1) & 1u);
                 nbi_stream_ask_stage<KIND>(w, plan, s, blockIdx.x + i * gridDim.x, part, c, stage);
                 if (++stage == plan.stages) stage = 0, turn++;
             }
@@ -240,61 +244,86 @@ NBI_DEV void nbi_stream_put(const nbi_stream_plan &plan, const nbi_stream_shared
         uint32_t b[2];
         nbi_x_fragment<KIND>(b, v[i], nbi_pow2(-e));
         const uint32_t step = unit * (COLS / 16) + (i * 32 + lane) / 4;
-        uint32_t *to = s.x + ((size_t)(step * plan.pad_tokens + token) * 4 + lane % 4) * 2;
+        uint32_t *to =
+            s.x + (plan.pad_tokens == 1 ? (step / 2 * 4 + lane % 4) * 4 + step % 2 * 2
+                                        : ((step * plan.pad_tokens + token) * 4 + lane % 4) * 2);
         to[0] = b[0];
         to[1] = b[1];
     }
     if (lane == 0) s.unit[unit * plan.pad_tokens + token] = nbi_pow2(e);
 }
 
-/* One chunk of a token's x as nbi_stream_put() takes it; item i is chunk i % units of token
- * i / units. */
-template <nbi_weight_kind KIND, class WORK>
-NBI_DEV void nbi_stream_load_x(nbi_f32x4 *v, const WORK &w, const nbi_stream_plan &plan,
-                               const nbi_stream_shared &s, uint32_t i)
+/* Where a chunk of a token's x lies: of item i, chunk i % units of token i / units. */
+struct nbi_stream_item {
+    const float *row; /* NULL: zeros */
+    uint32_t first;   /* the lane's column */
+};
+
+template <nbi_weight_kind KIND, uint32_t NT, class WORK>
+NBI_DEV nbi_stream_item nbi_stream_item_of(const WORK &w, const nbi_stream_plan &plan,
+                                           const nbi_stream_shared &s, uint32_t i)
 {
-    constexpr uint32_t COLS = nbi_chunk_tiles(KIND) * NBI_TILE_COLS, LOADS = COLS / 128;
-    const uint32_t token = nbi_div(i, plan.units), unit = i - token * plan.units.d;
+    const uint32_t token = NT == 0 ? 0 : nbi_div(i, plan.units), unit = i - token * plan.units.d;
     const uint32_t part = nbi_div(unit, plan.chunks);
-    const float *row = token < w.n_tokens ? w.x(s.notes, token, part) : nullptr;
-    const uint32_t first = (unit - part * plan.chunks.d) * COLS + 4 * (uint32_t)nbi_lane();
-#pragma unroll
-    for (uint32_t k = 0; k < LOADS; k++)
-        v[k] = nbi_x_load(row, first + k * 128, row ? w.cols : 0, w.x_fast);
+    const uint32_t c = (unit - part * plan.chunks.d) * nbi_chunk_tiles(KIND) * NBI_TILE_COLS;
+    return {token < w.n_tokens && unit < plan.units.d ? w.x(s.notes, token, part) : nullptr,
+            c + 4 * (uint32_t)nbi_lane()};
 }
 
-/* The warps that multiply: all of x, a warp two chunks at a time. A barrier follows. */
+/* It as nbi_stream_put() takes it. */
 template <nbi_weight_kind KIND, class WORK>
+NBI_DEV void nbi_stream_load_x(nbi_f32x4 *v, const WORK &w, const nbi_stream_item &at)
+{
+#pragma unroll
+    for (uint32_t k = 0; k < nbi_chunk_tiles(KIND) / 2; k++)
+        v[k] = nbi_x_load(at.row, at.first + k * 128, at.row ? w.cols : 0, w.x_fast);
+}
+
+/* The warps that multiply: all of x, a warp two chunks at a time; where the first two lie is found
+ * before the wait. A barrier follows. */
+template <nbi_weight_kind KIND, uint32_t NT, class WORK>
 NBI_DEV void nbi_stream_take_x(const WORK &w, const nbi_stream_plan &plan,
                                const nbi_stream_shared &s, uint32_t warp)
 {
     constexpr uint32_t LOADS = nbi_chunk_tiles(KIND) / 2;
     const uint32_t all = plan.units.d * plan.pad_tokens;
-    for (uint32_t i = warp; i < all; i += 2 * plan.warps) {
+    nbi_stream_item at[2];
+#pragma unroll
+    for (uint32_t k = 0; k < 2; k++)
+        at[k] = nbi_stream_item_of<KIND, NT>(w, plan, s, warp + k * plan.warps);
+    if (!WORK::WAITS) nbi_wait_before();
+    for (uint32_t i = warp; i < all;) {
         const uint32_t j = i + plan.warps;
         nbi_f32x4 v[LOADS], after[LOADS] = {};
-        nbi_stream_load_x<KIND>(v, w, plan, s, i);
-        if (j < all) nbi_stream_load_x<KIND>(after, w, plan, s, j);
+        nbi_stream_load_x<KIND>(v, w, at[0]);
+        if (j < all) nbi_stream_load_x<KIND>(after, w, at[1]);
         nbi_stream_put<KIND>(plan, s, nbi_mod(i, plan.units), nbi_div(i, plan.units), v);
         if (j < all)
             nbi_stream_put<KIND>(plan, s, nbi_mod(j, plan.units), nbi_div(j, plan.units), after);
+        i += 2 * plan.warps;
+        if (i >= all) break;
+#pragma unroll
+        for (uint32_t k = 0; k < 2; k++)
+            at[k] = nbi_stream_item_of<KIND, NT>(w, plan, s, i + k * plan.warps);
     }
 }
 
-/* Where a lane reads x, in words of the block's shared memory: 8 bytes for each k-step, `step`
- * words from one to the next. Of one token there is one column, and the lanes of the others read a
- * place that is zero. */
+/* Where a lane reads x, in words of the block's shared memory. Of one token there is one column:
+ * the lanes of the others read zeros, wherever the unit is (loads of four lanes alone are slower).
+ */
 struct nbi_stream_x_at {
-    uint32_t at, step;
+    uint32_t at, step, unit; /* step, unit: words from a k-step, a unit to the next */
 };
 
-template <uint32_t NT>
+template <nbi_weight_kind KIND, uint32_t NT>
 NBI_DEV nbi_stream_x_at nbi_stream_x_place(const nbi_stream_plan &plan, const nbi_stream_shared &s)
 {
-    const uint32_t lane = (uint32_t)nbi_lane(), *base = nbi_shared<uint32_t>();
-    const uint32_t x = (uint32_t)(s.x - base) + lane * 2, zero = (uint32_t)(s.zero - base);
-    if (NT == 1 && plan.pad_tokens == 1) return {lane < 4 ? x : zero, lane < 4 ? 8u : 0u};
-    return {x, plan.pad_tokens * 8};
+    constexpr uint32_t STEPS = nbi_chunk_tiles(KIND) * NBI_TILE_STEPS;
+    const uint32_t lane = (uint32_t)nbi_lane();
+    const uint32_t x = (uint32_t)(s.x - nbi_shared<uint32_t>());
+    const uint32_t zero = (uint32_t)(s.zero - nbi_shared<uint32_t>());
+    if (NT == 0) return {lane < 4 ? x + lane * 4 : zero, 8, lane < 4 ? STEPS * 8 : 0};
+    return {x + lane * 2, plan.pad_tokens * 8, STEPS * plan.pad_tokens * 8};
 }
 
 template <uint32_t NT> NBI_DEV void nbi_stream_x(uint32_t b[NT][2], uint32_t at)
@@ -324,57 +353,65 @@ NBI_DEV void nbi_stream_tile(nbi_tile<KIND> *t, const char *unit, const char *sc
     }
 }
 
-/* Adds tile k of a unit to p; x is at the tile's first k-step. */
+/* Adds tile k of a unit to p; x is at the unit's first k-step. */
 template <nbi_weight_kind KIND, uint32_t NT>
-NBI_DEV void nbi_stream_add_tile(float p[NT][4], const char *unit, const char *scales, uint32_t k,
+NBI_DEV void nbi_stream_add_tile(float p[][4], const char *unit, const char *scales, uint32_t k,
                                  nbi_stream_x_at x)
 {
+    constexpr uint32_t N = NT ? NT : 1;
     nbi_tile<KIND> t;
     nbi_stream_tile<KIND>(&t, unit, scales, k);
+    nbi_u32x4 pair[2]; /* x of two k-steps each */
+    if constexpr (NT == 0) {
+        const uint32_t *at = nbi_shared<uint32_t>() + x.at + k * NBI_TILE_STEPS * 8;
+        pair[0] = *reinterpret_cast<const nbi_u32x4 *>(at);
+        pair[1] = *reinterpret_cast<const nbi_u32x4 *>(at + 16);
+    }
 #pragma unroll
     for (uint32_t q = 0; q < NBI_TILE_STEPS; q++) {
-        uint32_t a[4], b[NT][2];
-        nbi_stream_x<NT>(b, x.at + q * x.step);
+        uint32_t a[4], b[N][2];
+        if constexpr (NT == 0) {
+            b[0][0] = pair[q / 2].v[q % 2 * 2];
+            b[0][1] = pair[q / 2].v[q % 2 * 2 + 1];
+        } else {
+            nbi_stream_x<NT>(b, x.at + (k * NBI_TILE_STEPS + q) * x.step);
+        }
         t.fragment(a, q);
 #pragma unroll
-        for (uint32_t j = 0; j < NT; j++) nbi_tile_mma<KIND>(p[j], a, b[j]);
+        for (uint32_t j = 0; j < N; j++) nbi_tile_mma<KIND>(p[j], a, b[j]);
     }
 }
 
 /* p of a unit; x is at its first k-step. */
 template <nbi_weight_kind KIND, uint32_t NT>
-NBI_DEV void nbi_stream_multiply(float p[NT][4], const char *unit, const char *scales,
-                                 uint32_t tiles, nbi_stream_x_at x)
+NBI_DEV void nbi_stream_multiply(float p[][4], const char *unit, const char *scales, uint32_t tiles,
+                                 nbi_stream_x_at x)
 {
 #pragma unroll
-    for (uint32_t j = 0; j < NT; j++) p[j][0] = p[j][1] = p[j][2] = p[j][3] = 0;
+    for (uint32_t j = 0; j < (NT ? NT : 1); j++) p[j][0] = p[j][1] = p[j][2] = p[j][3] = 0;
     if (tiles == nbi_chunk_tiles(KIND)) { /* nothing between the tiles: loads go ahead */
 #pragma unroll
         for (uint32_t k = 0; k < nbi_chunk_tiles(KIND); k++)
-            nbi_stream_add_tile<KIND, NT>(p, unit, scales, k,
-                                          {x.at + k * NBI_TILE_STEPS * x.step, x.step});
+            nbi_stream_add_tile<KIND, NT>(p, unit, scales, k, x);
         return;
     }
 #pragma unroll 1
-    for (uint32_t k = 0; k < tiles; k++)
-        nbi_stream_add_tile<KIND, NT>(p, unit, scales, k,
-                                      {x.at + k * NBI_TILE_STEPS * x.step, x.step});
+    for (uint32_t k = 0; k < tiles; k++) nbi_stream_add_tile<KIND, NT>(p, unit, scales, k, x);
 }
 
 /* p of a unit to shared memory and back. Of one token there is one column, in lanes with t = 0. */
-template <uint32_t NT>
-NBI_DEV void nbi_stream_put_sums(float *sums, const nbi_stream_plan &plan, const float p[NT][4])
+template <uint32_t NT> NBI_DEV void nbi_stream_put_sums(float *sums, const float p[][4])
 {
     const uint32_t lane = (uint32_t)nbi_lane();
-    if (plan.pad_tokens == 1) {
+    if constexpr (NT == 0) {
         if (lane % 4 == 0)
             *reinterpret_cast<nbi_f32x2 *>(sums + lane / 4 * 2) = {{p[0][0], p[0][2]}};
-        return;
-    }
+    } else {
 #pragma unroll
-    for (uint32_t j = 0; j < NT; j++)
-        *reinterpret_cast<nbi_f32x4 *>(sums + (j * 32 + lane) *
-                                                  4) = {{p[j][0], p[j][1], p[j][2], p[j][3]}};
+        for (uint32_t j = 0; j < NT; j++)
+            *reinterpret_cast<nbi_f32x4 *>(sums + (j * 32 + lane) *
+                                                      4) = {{p[j][0], p[j][1], p[j][2], p[j][3]}};
+    }
 }
 
 /* Of one token: its sums in the first column; the others repeat it and nobody takes them. */
@@ -415,6 +452,24 @@ NBI_DEV void nbi_stream_add_chunks(float y[NT][4], const WORK &w, const nbi_stre
     }
 }
 
+/* Of one token, by a lane for each row: its sum over the chunks of a tile that has one part. */
+template <nbi_weight_kind KIND, class WORK>
+NBI_DEV float nbi_stream_add_row(const WORK &w, const nbi_stream_shared &s, const float *sums,
+                                 uint32_t tile, uint32_t row)
+{
+    const float *at = sums + row % 8 * 2 + row / 8;
+    nbi_cuda_packed m;
+    uint32_t rt = 0;
+    float y = 0;
+    if (KIND == NBI_WEIGHT_FP8_BLOCK) rt = w.at(s.notes, tile, 0, &m);
+#pragma unroll 8
+    for (uint32_t c = 0; c < w.n_chunks; c++) {
+        const float unit = KIND == NBI_WEIGHT_BF16 ? 1.0f : s.unit[c];
+        y = fmaf(at[c * 16], unit * nbi_tile_block_scale<KIND>(m, rt, c).v[row / 8], y);
+    }
+    return y;
+}
+
 /* One warp: adds the chunks of every part of a tile and hands the sums to WORK::finish(), which
  * gets them part by part in ascending order: y[i] of token 2 (lane % 4) + i % 2 (+ 8 j), row
  * lane / 4 (+ 8 for i >= 2) of the tile; scale: row_scale of the two rows. */
@@ -423,35 +478,111 @@ NBI_DEV void nbi_stream_reduce(const WORK &w, const nbi_stream_plan &plan,
                                const nbi_stream_shared &s, const float *sums, uint32_t tile)
 {
     const uint32_t lane = (uint32_t)nbi_lane(), t = lane % 4, units = w.n_parts * w.n_chunks;
-    typename WORK::result out[NT] = {};
+    constexpr uint32_t N = NT ? NT : 1;
+    typename WORK::result out[N] = {};
     for (uint32_t part = 0; part < w.n_parts; part++) {
         nbi_cuda_packed m;
         uint32_t rt = 0;
         if (KIND == NBI_WEIGHT_FP8_BLOCK) rt = w.at(s.notes, tile, part, &m);
         const float *rows = sums + units * plan.sum_floats + part * NBI_TILE_ROWS;
         const float scale[2] = {rows[lane / 4], rows[lane / 4 + 8]};
-        float y[NT][4] = {};
-        if (plan.pad_tokens == 1)
+        float y[N][4] = {};
+        if constexpr (NT == 0)
             nbi_stream_add_one<KIND>(y[0], w, s, sums, part, m, rt);
         else
             nbi_stream_add_chunks<KIND, NT>(y, w, plan, s, sums, part, m, rt);
 #pragma unroll
-        for (uint32_t j = 0; j < NT; j++) w.part(s.notes, &out[j], y[j], scale, part);
+        for (uint32_t j = 0; j < N; j++) w.part(s.notes, &out[j], y[j], scale, part);
     }
 #pragma unroll
-    for (uint32_t j = 0; j < NT; j++) w.finish(s.notes, out[j], tile, lane / 4, j * 8 + 2 * t);
+    for (uint32_t j = 0; j < N; j++) w.finish(s.notes, out[j], tile, lane / 4, j * 8 + 2 * t);
 }
 
-/* The warps that multiply, over the block's n tiles. */
+/* Where the sums of a tile go, if WORK can say so; else nothing. */
+struct nbi_stream_nowhere {
+};
+
+template <class WORK, uint32_t NT> NBI_DEV auto nbi_stream_place_of(const WORK &w, uint32_t tile)
+{
+    if constexpr (NT == 0 && requires { w.place_of(tile, 0u); })
+        return w.place_of(tile, (uint32_t)nbi_lane());
+    else
+        return nbi_stream_nowhere();
+}
+
+/* One warp: unit u of the block, which lies at place `at` of the ring and is number `unit` of its
+ * tile; its sums go to `to`, those of the tile. Returns its stage. */
+template <nbi_weight_kind KIND, uint32_t NT, class WORK>
+NBI_DEV uint32_t nbi_stream_unit(const WORK &w, const nbi_stream_plan &plan,
+                                 const nbi_stream_shared &s, uint32_t at, uint32_t turn,
+                                 uint32_t unit, float *to)
+{
+    constexpr uint32_t CT = nbi_chunk_tiles(KIND), TILE = nbi_tile_bytes(KIND);
+    const nbi_stream_x_at x = nbi_stream_x_place<KIND, NT>(plan, s);
+    const uint32_t lane = (uint32_t)nbi_lane(), units = w.n_parts * w.n_chunks;
+    const uint32_t n_kt = (w.cols + NBI_TILE_COLS - 1) / NBI_TILE_COLS;
+    const uint32_t part = nbi_div(unit, plan.chunks), kt = (unit - part * plan.chunks.d) * CT;
+    const uint32_t stage = nbi_div(at, plan.group), own = at - stage * plan.group.d;
+    const char *codes = s.ring + stage * plan.stage_bytes;
+    const char *scales = codes + plan.group.d * CT * TILE;
+    const char *row_scales = codes + plan.stage_bytes - 64;
+    float p[NT ? NT : 1][4];
+    nbi_bar_wait(&s.full[stage], turn & 1u);
+    nbi_stream_multiply<KIND, NT>(p, codes + own * CT * TILE, scales + own * CT * 64,
+                                  n_kt - kt < CT ? n_kt - kt : CT,
+                                  {x.at + unit * x.unit, x.step, x.unit});
+    if (kt == 0 && lane < NBI_TILE_ROWS)
+        to[units * plan.sum_floats + part * NBI_TILE_ROWS + lane] =
+            reinterpret_cast<const float *>(row_scales)[lane];
+    nbi_stream_put_sums<NT>(to + unit * plan.sum_floats, p);
+    return stage;
+}
+
+/* One warp: a tile whose sums are there. */
+template <nbi_weight_kind KIND, uint32_t NT, class WORK, class PLACE>
+NBI_DEV void nbi_stream_end_tile(const WORK &w, const nbi_stream_plan &plan,
+                                 const nbi_stream_shared &s, const float *sums, uint32_t tile,
+                                 const PLACE &place)
+{
+    const uint32_t lane = (uint32_t)nbi_lane();
+    if constexpr (!std::is_same_v<PLACE, nbi_stream_nowhere>) {
+        if (lane < NBI_TILE_ROWS)
+            w.put_row(place, nbi_stream_add_row<KIND>(w, s, sums, tile, lane),
+                      sums[w.n_chunks * 16 + lane]);
+    } else if constexpr (requires { w.template reduce<KIND>(plan, s, sums, tile); }) {
+        w.template reduce<KIND>(plan, s, sums, tile);
+    } else {
+        nbi_stream_reduce<KIND, NT>(w, plan, s, sums, tile);
+    }
+}
+
+/* The warps that multiply, over the block's n tiles, which all fit the ring and a round. place: of
+ * the tile that the warp adds up. */
+template <nbi_weight_kind KIND, uint32_t NT, class WORK, class PLACE>
+NBI_DEV void nbi_stream_consume_once(const WORK &w, const nbi_stream_plan &plan,
+                                     const nbi_stream_shared &s, uint32_t warp, uint32_t n,
+                                     const PLACE &place)
+{
+    const uint32_t units = w.n_parts * w.n_chunks, all = n * units;
+    const uint32_t tile_floats = units * plan.sum_floats + w.n_parts * NBI_TILE_ROWS;
+#pragma unroll 1
+    for (uint32_t u = warp; u < all; u += plan.warps) {
+        const uint32_t tile = nbi_div(u, plan.units);
+        nbi_stream_unit<KIND, NT>(w, plan, s, u, 0, u - tile * units, s.sums + tile * tile_floats);
+    }
+    nbi_sync_some(1, plan.warps * 32);
+    if (warp < n)
+        nbi_stream_end_tile<KIND, NT>(w, plan, s, s.sums + warp * tile_floats,
+                                      blockIdx.x + warp * gridDim.x, place);
+}
+
+/* The same for any number of tiles. */
 template <nbi_weight_kind KIND, uint32_t NT, class WORK>
 NBI_DEV void nbi_stream_consume(const WORK &w, const nbi_stream_plan &plan,
                                 const nbi_stream_shared &s, uint32_t warp, uint32_t n)
 {
-    constexpr uint32_t CT = nbi_chunk_tiles(KIND);
-    const uint32_t lane = (uint32_t)nbi_lane(), units = w.n_parts * w.n_chunks;
-    const uint32_t n_kt = (w.cols + NBI_TILE_COLS - 1) / NBI_TILE_COLS;
+    const uint32_t units = w.n_parts * w.n_chunks;
     const uint32_t tile_floats = units * plan.sum_floats + w.n_parts * NBI_TILE_ROWS;
-    const nbi_stream_x_at x = nbi_stream_x_place<NT>(plan, s);
     const uint32_t ring = plan.stages * plan.group.d; /* units */
     uint32_t place = 0, turn = 0;                     /* of the round's first unit */
     for (uint32_t first = 0, side = 0; first < n; first += plan.round_tiles, side ^= 1) {
@@ -469,36 +600,19 @@ NBI_DEV void nbi_stream_consume(const WORK &w, const nbi_stream_plan &plan,
                 next += plan.window;
             }
             if (u >= all) break;
-            const uint32_t part = nbi_div(unit, plan.chunks);
-            const uint32_t kt = (unit - part * plan.chunks.d) * CT;
-            const uint32_t stage = nbi_div(at, plan.group), own = at - stage * plan.group.d;
-            nbi_bar_wait(&s.full[stage], at_turn & 1u);
-            const char *codes = s.ring + stage * plan.stage_bytes;
-            const char *scales = codes + plan.group.d * CT * nbi_tile_bytes(KIND);
-            const char *row_scales = codes + plan.stage_bytes - 64;
-            float *to = sums + tile * tile_floats;
-            float p[NT][4];
-            nbi_stream_multiply<KIND, NT>(p, codes + own * CT * nbi_tile_bytes(KIND),
-                                          scales + own * CT * 64, n_kt - kt < CT ? n_kt - kt : CT,
-                                          {x.at + unit * CT * NBI_TILE_STEPS * x.step, x.step});
-            if (kt == 0 && lane < NBI_TILE_ROWS)
-                to[units * plan.sum_floats + part * NBI_TILE_ROWS + lane] =
-                    reinterpret_cast<const float *>(row_scales)[lane];
+            const uint32_t stage =
+                nbi_stream_unit<KIND, NT>(w, plan, s, at, at_turn, unit, sums + tile * tile_floats);
             __syncwarp();
             nbi_bar_arrive(&s.empty[stage]);
-            nbi_stream_put_sums<NT>(to + unit * plan.sum_floats, plan, p);
             at += plan.warps;
             unit += plan.warps;
         }
         nbi_sync_some(1, plan.warps * 32);
         for (place += all; place >= ring; turn++) place -= ring;
         if (warp >= tiles) continue;
-        const float *own = sums + warp * tile_floats;
-        const uint32_t tile_here = blockIdx.x + (first + warp) * gridDim.x;
-        if constexpr (requires { w.template reduce<KIND>(plan, s, own, tile_here); })
-            w.template reduce<KIND>(plan, s, own, tile_here);
-        else
-            nbi_stream_reduce<KIND, NT>(w, plan, s, own, tile_here);
+        const uint32_t own = blockIdx.x + (first + warp) * gridDim.x;
+        nbi_stream_end_tile<KIND, NT>(w, plan, s, sums + warp * tile_floats, own,
+                                      nbi_stream_place_of<WORK, NT>(w, own));
     }
 }
 
@@ -512,24 +626,28 @@ NBI_DEV void nbi_stream_run(const WORK &w, const nbi_stream_plan &plan)
         nbi_bar_init(&s.full[threadIdx.x], 1);
         nbi_bar_init(&s.empty[threadIdx.x], plan.group.d * 32); /* every lane that read */
     }
-    if (threadIdx.x < 2) s.zero[threadIdx.x] = 0;
+    if (threadIdx.x < NBI_STREAM_ZEROS) s.zero[threadIdx.x] = 0; /* there are as many threads */
     nbi_bar_init_done();
     if (WORK::WAITS) nbi_wait_before();
     w.begin(s.notes);
     __syncthreads();
     nbi_let_next(); /* if WAITS, the next kernel may count on what we waited for */
     if (warp == plan.warps) {
-        nbi_stream_ask<KIND>(w, plan, s);
+        if (nbi_lane() == 0) nbi_stream_ask<KIND>(w, plan, s);
+        __syncwarp();
         if (!WORK::WAITS) nbi_wait_before();
         return;
     }
     const uint32_t n = nbi_stream_own_tiles(w); /* a division that nobody waits for here */
-    if constexpr (requires { w.template take<KIND>(plan, s, warp); }) {
-        w.template take<KIND>(plan, s, warp);
-    } else {
-        if (!WORK::WAITS) nbi_wait_before();
-        nbi_stream_take_x<KIND>(w, plan, s, warp);
-    }
+    const auto place =
+        nbi_stream_place_of<WORK, NT>(w, blockIdx.x + (warp < n ? warp : 0) * gridDim.x);
+    if constexpr (requires { w.template take<KIND, NT>(plan, s, warp); })
+        w.template take<KIND, NT>(plan, s, warp);
+    else
+        nbi_stream_take_x<KIND, NT>(w, plan, s, warp);
     nbi_sync_some(1, plan.warps * 32);
-    nbi_stream_consume<KIND, NT>(w, plan, s, warp, n);
+    if (n <= plan.round_tiles && n * plan.units.d <= plan.stages * plan.group.d)
+        nbi_stream_consume_once<KIND, NT>(w, plan, s, warp, n, place);
+    else
+        nbi_stream_consume<KIND, NT>(w, plan, s, warp, n);
 }

@@ -65,6 +65,29 @@ struct linear_work {
         }
     }
 
+    /* Of one token: where a row of a tile goes. */
+    struct place {
+        float *y; /* NULL: nowhere */
+        float bias;
+        bool add;
+    };
+
+    NBI_DEV place place_of(uint32_t tile, uint32_t at) const
+    {
+        uint32_t rt;
+        const job &j = find(tile, &rt);
+        const uint32_t row = rt * NBI_TILE_ROWS + at;
+        if (at >= NBI_TILE_ROWS || row >= j.m.rows) return {nullptr, 0.0f, false};
+        return {j.y + row, j.bias ? j.bias[row] : 0.0f, j.add};
+    }
+
+    NBI_DEV void put_row(const place &to, float sum, float scale) const
+    {
+        if (!to.y) return;
+        const float v = fmaf(sum, scale, to.bias);
+        *to.y = to.add ? *to.y + v : v;
+    }
+
     NBI_DEV void finish(const uint32_t *, const result &r, uint32_t tile, uint32_t g,
                         uint32_t token) const
     {
@@ -130,9 +153,37 @@ template <bool RANKS> struct norm_work : linear_work {
         put<KIND>(plan, s, chunk, token, *p);
     }
 
+    /* One token, and a warp for each of its chunks. */
     template <nbi_weight_kind KIND>
+    NBI_DEV void take_one(const nbi_stream_plan &plan, const nbi_stream_shared &s,
+                          uint32_t warp) const
+    {
+        const uint32_t n = norm_chunks.d, first = warp * NBI_NORM_COLS;
+        const bool own = nbi_is_own(warp);
+        nbi_norm_part p = {}, weight = {};
+        if (warp < n) weight.load(norm.weight, first, cols, true);
+        nbi_wait_before();
+        if (warp < n) {
+            nbi_norm_take<false>(&p, norm, 0, first, true, 0);
+            const float squares = nbi_warp_sum(p.squares(0));
+            if (nbi_lane() == 0) s.sums[warp] = squares;
+            if (norm.delta && own) p.store(norm.x_out, first, cols, true);
+        }
+        nbi_sync_some(1, plan.warps * 32);
+        if (warp >= n) return;
+        const float squares = nbi_norm_sum(s.sums, n);
+        if (blockIdx.x == 0 && threadIdx.x == 0) nbi_norm_guard(norm, 0, squares);
+        p.scale(nbi_norm_factor(norm, squares), weight);
+        put<KIND>(plan, s, warp, 0, p);
+        if (own) p.store(norm.out, first, cols, true);
+    }
+
+    template <nbi_weight_kind KIND, uint32_t NT>
     NBI_DEV void take(const nbi_stream_plan &plan, const nbi_stream_shared &s, uint32_t warp) const
     {
+        if constexpr (NT == 0 && !RANKS) {
+            if (norm_chunks.d <= plan.warps) return take_one<KIND>(plan, s, warp);
+        }
         const uint32_t n = norm_chunks.d, all = n * plan.pad_tokens;
         constexpr uint32_t KEPT = KIND == NBI_WEIGHT_FP8_BLOCK ? 1 : 2; /* in registers */
         float *parts = s.sums;            /* free until the first products */
@@ -167,7 +218,7 @@ struct swiglu_work : linear_work {
     const float *gate, *up;
     uint32_t stride;
 
-    template <nbi_weight_kind KIND>
+    template <nbi_weight_kind KIND, uint32_t>
     NBI_DEV void take(const nbi_stream_plan &plan, const nbi_stream_shared &s, uint32_t warp) const
     {
         constexpr uint32_t LOADS = nbi_chunk_tiles(KIND) / 2;
@@ -194,7 +245,7 @@ struct swiglu_work : linear_work {
 
 /* Two blocks of a multiprocessor: the next kernel's ring fills while this one ends. */
 template <nbi_weight_kind KIND, uint32_t NT, class WORK>
-static __global__ void __launch_bounds__((NBI_STREAM_WARPS + 1) * 32, NT == 1 ? 2 : 1)
+static __global__ void __launch_bounds__((NBI_STREAM_WARPS + 1) * 32, NT < 2 ? 2 : 1)
     stream_linear_kernel(const __grid_constant__ WORK w,
                          const __grid_constant__ nbi_stream_plan plan)
 {
@@ -306,7 +357,10 @@ static void launch(nbi_cuda *c, const WORK &w, const nbi_stream_plan &plan)
             return nbi_launch(&c->rt, grid, block, plan.shared, stream_linear_kernel<KIND, 2, WORK>,
                               w, plan);
     }
-    nbi_launch(&c->rt, grid, block, plan.shared, stream_linear_kernel<KIND, 1, WORK>, w, plan);
+    nbi_launch(&c->rt, grid, block, plan.shared,
+               plan.pad_tokens == 1 ? stream_linear_kernel<KIND, 0, WORK>
+                                    : stream_linear_kernel<KIND, 1, WORK>,
+               w, plan);
 }
 
 template <class WORK>

@@ -149,7 +149,7 @@ static __global__ void __launch_bounds__((NBI_STREAM_WARPS + 1) * 32)
     stream_gate_up_kernel(const __grid_constant__ gate_up_work w,
                           const __grid_constant__ nbi_stream_plan plan)
 {
-    nbi_stream_run<KIND, 1>(w, plan);
+    nbi_stream_run<KIND, 0>(w, plan);
 }
 
 template <nbi_weight_kind KIND>
@@ -157,7 +157,7 @@ static __global__ void __launch_bounds__((NBI_STREAM_WARPS + 1) * 32)
     stream_down_kernel(const __grid_constant__ down_work w,
                        const __grid_constant__ nbi_stream_plan plan)
 {
-    nbi_stream_run<KIND, 1>(w, plan);
+    nbi_stream_run<KIND, 0>(w, plan);
 }
 
 static nbi_stream_plan plan_for(const nbi_cuda *c, const nbi_cuda_packed *p, uint32_t parts)
