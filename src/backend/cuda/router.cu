@@ -15,6 +15,9 @@
 #define TOKENS  8u
 #define EXPERTS 256u
 
+/* Chunks of one token at most that have a warp each. */
+#define ONE_WARPS 24u
+
 struct router_work {
     nbi_norm_args norm;
     nbi_cuda_packed w;
@@ -74,7 +77,7 @@ static NBI_DEV void ask_weights(const router_work &a, const router_shared &s)
 {
     if (KIND == NBI_WEIGHT_F32) {
         const uint32_t groups = (a.w.cols + 15) / 16 * 4; /* of 4; zeros behind the row */
-        for (uint32_t i = threadIdx.x; i < ROWS * groups; i += WARPS * NBI_WARP) {
+        for (uint32_t i = threadIdx.x; i < ROWS * groups; i += blockDim.x) {
             const uint32_t r = i / groups, at = i % groups * 4, row = row_of(r);
             const bool real = row < a.w.rows && at < a.w.cols;
             nbi_copy_async(s.weights + (size_t)(r * a.pitch + at) * 4,
@@ -85,7 +88,7 @@ static NBI_DEV void ask_weights(const router_work &a, const router_shared &s)
     } else {
         const char *from = static_cast<const char *>(a.w.data) +
                            (size_t)(blockIdx.x / 4) * a.w.n_kt * 2048 + blockIdx.x % 4 * 128;
-        for (uint32_t i = threadIdx.x; i < a.w.n_kt * NBI_TILE_STEPS * 8; i += WARPS * NBI_WARP)
+        for (uint32_t i = threadIdx.x; i < a.w.n_kt * NBI_TILE_STEPS * 8; i += blockDim.x)
             nbi_copy_async(s.weights + i * 16, from + (size_t)(i / 8) * 512 + i % 8 * 16);
     }
     nbi_copy_commit();
@@ -173,6 +176,43 @@ static NBI_DEV void multiply(const router_work &a, const router_shared &s, uint3
     }
 }
 
+/* A whole chunk of the one token, the same way: every eight lanes do it. */
+template <nbi_weight_kind KIND>
+static NBI_DEV void multiply_whole(const router_work &a, const router_shared &s, uint32_t chunk)
+{
+    constexpr uint32_t STEPS = NBI_NORM_COLS / 16;
+    const uint32_t l = (uint32_t)nbi_lane() % 8;
+    const float *x = s.x + chunk * NBI_NORM_COLS + l % 4 * 4;
+    float sum[2] = {0, 0};
+#pragma unroll
+    for (uint32_t k = 0; k < STEPS; k++) {
+        float w[2][4];
+        read_weights<KIND>(w, a, s, chunk * STEPS + k);
+        const nbi_f32x4 v = *reinterpret_cast<const nbi_f32x4 *>(x + k * 16);
+#pragma unroll
+        for (uint32_t j = 0; j < 4; j++) {
+            sum[0] = fmaf(w[0][j], v.v[j], sum[0]);
+            sum[1] = fmaf(w[1][j], v.v[j], sum[1]);
+        }
+    }
+#pragma unroll
+    for (uint32_t high = 0; high < 2; high++) {
+        sum[high] += __shfl_xor_sync(NBI_FULL_MASK, sum[high], 1);
+        sum[high] += __shfl_xor_sync(NBI_FULL_MASK, sum[high], 2);
+        if (nbi_lane() < 8 && l % 4 == 0) s.sums[chunk * ROWS + high * 2 + l / 4] = sum[high];
+    }
+}
+
+/* A thread's row of a token: its chunks' sums in ascending order. */
+static NBI_DEV float add_chunks(const router_work &a, const router_shared &s, uint32_t token)
+{
+    float y = 0;
+#pragma unroll 8
+    for (uint32_t c = 0; c < a.n_chunks; c++)
+        y += s.sums[(token * a.n_chunks + c) * ROWS + threadIdx.x % ROWS];
+    return y;
+}
+
 template <uint32_t HAS>
 static NBI_DEV void choose(const router_work &a, const router_shared &s, const float bias[HAS])
 {
@@ -225,13 +265,46 @@ static __global__ void __launch_bounds__(WARPS *NBI_WARP)
     __syncthreads();
     const uint32_t token = threadIdx.x / ROWS, row = row_of(threadIdx.x % ROWS);
     if (token < a.n_tokens && row < a.w.rows) {
-        float y = 0;
-#pragma unroll 8
-        for (uint32_t c = 0; c < a.n_chunks; c++)
-            y += s.sums[(token * a.n_chunks + c) * ROWS + threadIdx.x % ROWS];
+        const float y = add_chunks(a, s, token);
         const float factor = KIND == NBI_WEIGHT_F32 ? 1.0f : a.w.row_scale[row];
         a.logits[(size_t)token * a.logit_stride + row] = fmaf(y, factor, 0);
     }
+    __shared__ bool last;
+    if (nbi_arrive_last(a.arrived, gridDim.x, &last)) choose<HAS>(a, s, bias);
+}
+
+/* The same for one token whose chunks are whole: a warp has one, and holds it in registers. */
+template <nbi_weight_kind KIND, uint32_t HAS>
+static __global__ void __launch_bounds__(ONE_WARPS *NBI_WARP)
+    router_one_kernel(const __grid_constant__ router_work a)
+{
+    const router_shared s = carve(a);
+    const uint32_t warp = threadIdx.x / NBI_WARP, lane = (uint32_t)nbi_lane();
+    const uint32_t first = warp * NBI_NORM_COLS, row = row_of(threadIdx.x % ROWS);
+    const bool own = nbi_is_own(warp), ends = threadIdx.x < ROWS && row < a.w.rows;
+    ask_weights<KIND>(a, s);
+    float bias[HAS], factor = 1;
+    nbi_route_bias<HAS>(a.route, bias);
+    if (ends && KIND != NBI_WEIGHT_F32) factor = a.w.row_scale[row];
+    nbi_norm_part weight, p;
+    weight.load(a.norm.weight, first, a.norm.width, true);
+    nbi_let_next();
+    nbi_wait_before();
+    nbi_norm_take<false>(&p, a.norm, 0, first, true, 0);
+    float squares = nbi_warp_sum(p.squares(0));
+    if (lane == 0) s.parts[warp] = squares;
+    if (a.norm.delta && own) p.store(a.norm.x_out, first, a.norm.width, true);
+    nbi_copy_wait<0>();
+    __syncthreads();
+    squares = nbi_norm_sum(s.parts, a.n_chunks);
+    if (blockIdx.x == 0 && threadIdx.x == 0) nbi_norm_guard(a.norm, 0, squares);
+    p.scale(nbi_norm_factor(a.norm, squares), weight);
+    p.store(s.x + first, 0, NBI_NORM_COLS, true);
+    if (own) p.store(a.norm.out, first, a.norm.width, true);
+    __syncwarp();
+    multiply_whole<KIND>(a, s, warp);
+    __syncthreads();
+    if (ends) a.logits[row] = fmaf(add_chunks(a, s, 0), factor, 0);
     __shared__ bool last;
     if (nbi_arrive_last(a.arrived, gridDim.x, &last)) choose<HAS>(a, s, bias);
 }
@@ -277,13 +350,25 @@ template <bool RANKS> static auto kernel_for(bool f32, bool few)
                  : router_kernel<NBI_WEIGHT_BF16, EXPERTS / NBI_WARP, RANKS>;
 }
 
+static auto kernel_for_one(bool f32, bool few)
+{
+    return f32   ? few ? router_one_kernel<NBI_WEIGHT_F32, 4>
+                       : router_one_kernel<NBI_WEIGHT_F32, EXPERTS / NBI_WARP>
+             : few ? router_one_kernel<NBI_WEIGHT_BF16, 4>
+                 : router_one_kernel<NBI_WEIGHT_BF16, EXPERTS / NBI_WARP>;
+}
+
 void nbi_cuda_router(nbi_cuda *c, const nbi_rmsnorm_args *norm, const nbi_linear_args *linear,
                      const nbi_route_args *route, const nbi_peer_view *peers)
 {
     router_work k = work_of(c, norm, linear, peers);
     k.route = *route;
     const bool f32 = k.w.kind == NBI_WEIGHT_F32, few = route->n_experts <= 4 * NBI_WARP;
-    nbi_launch(&c->rt, dim3(nbi_ceil_div(k.w.rows, NBI_TILE_ROWS) * 4), dim3(WARPS * NBI_WARP),
-               shared_bytes(k), peers ? kernel_for<true>(f32, few) : kernel_for<false>(f32, few),
-               k);
+    const dim3 grid(nbi_ceil_div(k.w.rows, NBI_TILE_ROWS) * 4);
+    if (!peers && k.n_tokens == 1 && k.n_chunks <= ONE_WARPS && k.w.cols % NBI_NORM_COLS == 0)
+        nbi_launch(&c->rt, grid, dim3(k.n_chunks * NBI_WARP), shared_bytes(k),
+                   kernel_for_one(f32, few), k);
+    else
+        nbi_launch(&c->rt, grid, dim3(WARPS * NBI_WARP), shared_bytes(k),
+                   peers ? kernel_for<true>(f32, few) : kernel_for<false>(f32, few), k);
 }
