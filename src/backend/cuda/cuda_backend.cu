@@ -22,8 +22,9 @@ static nb_status open_stages(nbi_cuda *c, nb_error *err)
                             NBI_CUDA_STAGE_BYTES);
     }
     c->stage_device = static_cast<char *>(nbi_rt_alloc(&c->rt, NBI_CUDA_STAGE_BYTES));
-    c->arrivals =
-        static_cast<uint32_t *>(nbi_rt_alloc(&c->rt, NBI_CUDA_ARRIVALS * sizeof *c->arrivals));
+    c->arrivals = static_cast<uint32_t *>(
+        nbi_rt_alloc(&c->rt, (NBI_CUDA_ARRIVALS + 1) * sizeof *c->arrivals));
+    c->routed = c->arrivals + NBI_CUDA_ARRIVALS;
     if (c->stage_device && c->arrivals) return NB_OK;
     return nbi_fail(err, NB_NO_MEMORY, "cuda: no device memory for %zu bytes of staging",
                     NBI_CUDA_STAGE_BYTES);

@@ -105,8 +105,9 @@ struct nbi_cuda {
     uint32_t n_pending;
     nbi_rmsnorm_args norm;
     nbi_linear_args router; /* the exact product behind the norm: waits for `route` */
+    nbi_route_args route;   /* of one row behind it: waits for the experts */
     nbi_swiglu_args swiglu; /* what makes this x instead */
-    bool norm_pending, router_pending, swiglu_pending;
+    bool norm_pending, router_pending, route_pending, swiglu_pending;
     const nbi_peer_view *norm_peers; /* the norm sums its delta over ranks; NULL */
     nbi_sum_ranks_args sum;          /* for the norm behind it: alone, before all these */
     bool sum_pending;
@@ -115,6 +116,7 @@ struct nbi_cuda {
 
     uint32_t *arrivals; /* device, [NBI_CUDA_ARRIVALS]: blocks of a group that are done; zero
                            between kernels */
+    uint32_t *routed;   /* device: behind them, a counter that only grows (moe_routed.cu) */
 
     void *sampler; /* of sample.cu */
 

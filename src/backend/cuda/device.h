@@ -396,14 +396,14 @@ NBI_DEV bool nbi_arrive_last(uint32_t *count, uint32_t n, bool *last)
     return *last;
 }
 
-/* Counts one more arrival; what the block stored before a barrier can be read by whoever sees it.
- */
-NBI_DEV void nbi_arrive(uint32_t *count)
+/* Counts one more arrival, or n; what the block stored before a barrier can be read by whoever sees
+ * it. */
+NBI_DEV void nbi_arrive(uint32_t *count, uint32_t n = 1)
 {
 #if NBI_EMULATED
-    atomicAdd(count, 1u);
+    atomicAdd(count, n);
 #else
-    asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(count) : "memory");
+    asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(count), "r"(n) : "memory");
 #endif
 }
 

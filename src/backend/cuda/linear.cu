@@ -40,13 +40,15 @@ static void do_pending(nbi_cuda *c, const nbi_add_args *add)
 {
     const uint32_t n = c->n_pending;
     const bool norm = c->norm_pending, router = c->router_pending, swiglu = c->swiglu_pending;
+    const bool route = c->route_pending;
     const nbi_peer_view *peers = norm ? c->norm_peers : NULL;
     c->n_pending = 0;
-    c->norm_pending = c->router_pending = c->swiglu_pending = false;
+    c->norm_pending = c->router_pending = c->route_pending = c->swiglu_pending = false;
     if (c->sum_pending) {
         c->sum_pending = false;
         nbi_cuda_sum_ranks(&c->base, &c->sum);
     }
+    if (route) return nbi_cuda_router(c, &c->norm, &c->router, &c->route, peers);
     const nbi_stream_around around = {norm ? &c->norm : NULL, peers, swiglu ? &c->swiglu : NULL,
                                       add};
     if (n && !norm && !swiglu && nbi_cuda_split_fits(c, c->pending, n))
@@ -79,13 +81,14 @@ void nbi_cuda_flush(nbi_cuda *c)
     nbi_cuda_index_now(c);
 }
 
-/* Behind a norm and its router's product: all three at once. */
+/* Behind a norm and its router's product: all three at once, and of one row with the experts. */
 void nbi_cuda_route_now(nbi_backend *b, const nbi_route_args *a)
 {
     nbi_cuda *c = nbi_cuda_of(b);
     if (c->router_pending && nbi_cuda_router_fits(&c->router, a)) {
-        c->norm_pending = c->router_pending = false;
-        nbi_cuda_router(c, &c->norm, &c->router, a, c->norm_peers);
+        c->route = *a;
+        c->route_pending = true;
+        if (a->n_rows > 1) nbi_cuda_flush(c);
         return;
     }
     nbi_cuda_flush(c);

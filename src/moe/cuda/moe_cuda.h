@@ -154,6 +154,10 @@ void nbi_moe_stream_run(nbi_cuda *c, const nbi_moe_layer *l, const nbi_moe_args 
 bool nbi_moe_one_fits(const nbi_cuda *c, const nbi_moe_layer *l, uint32_t n_rows);
 void nbi_moe_one_run(nbi_cuda *c, const nbi_moe_layer *l, const nbi_moe_args *a);
 
+/* moe_routed.cu: one row whose router and choice wait in front of it (nbi_cuda.route_pending). */
+bool nbi_moe_routed_fits(nbi_cuda *c, const nbi_moe_layer *l, const nbi_moe_args *a);
+void nbi_moe_routed_run(nbi_cuda *c, const nbi_moe_layer *l, const nbi_moe_args *a);
+
 /* moe_rows.cu: from two rows on, on devices with bulk copies, without NVFP4 activations */
 bool nbi_moe_rows_fits(const nbi_cuda *c, const nbi_moe_layer *l, uint32_t n_rows);
 size_t nbi_moe_rows_workspace(const nbi_moe_shape *shape, uint32_t max_rows);

@@ -73,6 +73,7 @@ static void run_stream(nbi_backend *b, const nbi_moe_layer *l, const nbi_moe_arg
     nbi_cuda *c = nbi_cuda_of(b);
     const bool one = nbi_moe_one_fits(c, l, a->n_rows);
     if (!one && !nbi_moe_rows_fits(c, l, a->n_rows)) return run_gemv(b, l, a);
+    if (one && nbi_moe_routed_fits(c, l, a)) return nbi_moe_routed_run(c, l, a);
     nbi_cuda_flush(c);
     if (one)
         nbi_moe_one_run(c, l, a);

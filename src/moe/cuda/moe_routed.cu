@@ -1,0 +1,326 @@
+/* The router of one row and gate_up of the experts that it chooses, as one launch; down follows
+ * (moe_one.cu). The bits are those of norm, product, choice and gate_up apart. Callers:
+ * moe_runners.cu.
+ *
+ * Every block norms the row by itself and makes the logits of one or two experts, whose weights it
+ * has asked for before the wait. The blocks count at a counter in memory; when all have, each
+ * chooses by itself and asks for its share of the chosen experts. So all blocks of the launch must
+ * be there together: there are no more than multiprocessors, and they wait for nobody else. The
+ * first block leaves ids and weights for down before it lets down start.
+ *
+ * The emulation runs one block after the other: there every block makes all logits. */
+#include "backend/cuda/norm.h"
+#include "backend/cuda/pack.h"
+#include "backend/cuda/route_row.h"
+#include "moe/cuda/moe_one.h"
+
+#define BLOCK_ROWS 2u /* of the router, at most */
+#define CHOOSER    2u /* the warp that chooses; those before it multiply */
+
+struct routed_args {
+    one_args up;
+    nbi_norm_args norm;
+    nbi_cuda_packed w; /* the router's */
+    nbi_route_args route;
+    float *logits;
+    uint32_t n_chunks; /* of the row, 256 columns each */
+    uint32_t *count;   /* only grows: by `turn` a launch */
+    uint32_t turn;     /* a power of two, for it may wrap around; two arrivals a block or more */
+};
+
+/* Shared memory behind one_shared's. */
+template <uint32_t HAS> struct alignas(16) routed_choice {
+    nbi_route_shared<HAS> route;
+    alignas(16) uint32_t order[HAS * NBI_WARP];
+    uint32_t ids[NBI_WARP];
+    float parts[NBI_WARP];
+};
+
+struct routed_shared {
+    char *weights; /* [BLOCK_ROWS][k-steps][4 lanes][16 bytes] */
+    float *x;
+    void *choice;
+};
+
+static __host__ __device__ uint32_t row_bytes(const routed_args &a)
+{
+    return a.n_chunks * (NBI_NORM_COLS / 16) * 64u;
+}
+
+/* Bytes; with `base` also the places. */
+template <uint32_t HAS>
+static __host__ __device__ uint32_t lay_out(routed_shared *s, one_shared *one, char *base,
+                                            const routed_args &a, uint32_t unit_bytes)
+{
+    uint32_t at = (one_lay_out(one, base, a.up.units, unit_bytes) + 127u) / 128u * 128u;
+    s->weights = base + at;
+    at += BLOCK_ROWS * row_bytes(a);
+    s->x = reinterpret_cast<float *>(base + at);
+    at += a.n_chunks * NBI_NORM_COLS * 4u;
+    s->choice = base + at;
+    return at + (uint32_t)sizeof(routed_choice<HAS>);
+}
+
+/* Expert `row` of the router: its 16 bytes of k-step 0 and lane 0; the next step is 512 on. The
+ * other row in them is 8 away. */
+static NBI_DEV const char *router_row(const routed_args &a, uint32_t row)
+{
+    return static_cast<const char *>(a.w.data) + (size_t)(row / 16) * a.w.n_kt * 2048 +
+           row % 8 * 64;
+}
+
+static NBI_DEV void ask_router(const routed_args &a, const routed_shared &s)
+{
+    if (NBI_EMULATED) return;
+    const uint32_t n = row_bytes(a) / 16;
+    for (uint32_t i = threadIdx.x; i < BLOCK_ROWS * n; i += ONE_WARPS * NBI_WARP) {
+        const uint32_t j = i < n ? 0 : 1, at = i - j * n, row = blockIdx.x + j * gridDim.x;
+        const char *from = router_row(a, row < a.w.rows ? row : 0);
+        nbi_copy_async(s.weights + i * 16, from + at / 4 * 512 + at % 4 * 16, row < a.w.rows);
+    }
+    nbi_copy_commit();
+}
+
+/* One warp: the logit of expert `row`, as router.cu makes it. `step`: bytes from a k-step to the
+ * next. Every four lanes have a chunk. */
+static NBI_DEV float logit_of(const routed_args &a, const float *x, const char *w, uint32_t step,
+                              uint32_t row, float factor)
+{
+    constexpr uint32_t STEPS = NBI_NORM_COLS / 16;
+    const uint32_t lane = (uint32_t)nbi_lane(), t = lane % 4, high = row / 8 % 2;
+    float y = 0;
+    for (uint32_t c0 = 0; c0 < a.n_chunks; c0 += 8) {
+        const uint32_t c = c0 + lane / 4 < a.n_chunks ? c0 + lane / 4 : c0;
+        const char *from = w + c * STEPS * step + t * 16;
+        const float *at = x + c * NBI_NORM_COLS + t * 4;
+        float sum = 0;
+#pragma unroll 8
+        for (uint32_t k = 0; k < STEPS; k++) {
+            const nbi_u32x4 v = *reinterpret_cast<const nbi_u32x4 *>(from + k * step);
+            const nbi_f32x4 f = *reinterpret_cast<const nbi_f32x4 *>(at + k * 16);
+            const uint32_t lo = high ? v.v[1] : v.v[0], hi = high ? v.v[3] : v.v[2];
+            sum = fmaf(nbi_bf16_lo(lo), f.v[0], sum);
+            sum = fmaf(nbi_bf16_hi(lo), f.v[1], sum);
+            sum = fmaf(nbi_bf16_lo(hi), f.v[2], sum);
+            sum = fmaf(nbi_bf16_hi(hi), f.v[3], sum);
+        }
+        sum += __shfl_xor_sync(NBI_FULL_MASK, sum, 1);
+        sum += __shfl_xor_sync(NBI_FULL_MASK, sum, 2);
+        for (uint32_t j = 0; j < 8 && c0 + j < a.n_chunks; j++)
+            y += __shfl_sync(NBI_FULL_MASK, sum, (int)(4 * j));
+    }
+    return fmaf(y, factor, 0);
+}
+
+/* The warps in front of the chooser: the block's logits; each warp counts, with or without one. */
+static NBI_DEV void make_logits(const routed_args &a, const routed_shared &s, uint32_t warp,
+                                float factor)
+{
+    const uint32_t row = blockIdx.x + warp * gridDim.x;
+    if (row < a.w.rows) {
+        const float y = logit_of(a, s.x, s.weights + warp * row_bytes(a), 64, row, factor);
+        if (nbi_lane() == 0) a.logits[row] = y;
+    }
+    const uint32_t extra = a.turn - BLOCK_ROWS * gridDim.x;
+    if (nbi_lane() == 0) nbi_arrive(a.count, blockIdx.x || warp ? 1 : 1 + extra);
+}
+
+static NBI_DEV void make_all_logits(const routed_args &a, const routed_shared &s, uint32_t warp)
+{
+    for (uint32_t row = warp; row < a.w.rows; row += ONE_WARPS) {
+        const float y = logit_of(a, s.x, router_row(a, row), 512, row, a.w.row_scale[row]);
+        if (nbi_lane() == 0) a.logits[row] = y;
+    }
+    __syncthreads();
+}
+
+/* One warp, which saw `before` arrivals when none of its block had: the order of all experts. */
+template <uint32_t HAS>
+static NBI_DEV void order_experts(const routed_args &a, uint32_t before, const float bias[HAS],
+                                  routed_choice<HAS> *s)
+{
+    const uint32_t lane = (uint32_t)nbi_lane(), end = (before & ~(a.turn - 1)) + a.turn;
+    if (!NBI_EMULATED && lane == 0)
+        while ((int32_t)(nbi_arrived(a.count) - end) < 0) nbi_spin();
+    __syncwarp();
+    float score[HAS];
+    uint32_t order[HAS];
+#pragma unroll
+    for (uint32_t i = 0; i < HAS; i++) {
+        const uint32_t e = i * NBI_WARP + lane;
+        score[i] = 0;
+        if (e < a.route.n_experts)
+            score[i] = nbi_float(nbi_load_fresh(reinterpret_cast<const uint32_t *>(a.logits) + e));
+    }
+    nbi_route_order<HAS>(a.route, score, bias, order, &s->route);
+#pragma unroll
+    for (uint32_t i = 0; i < HAS; i++) s->order[i * NBI_WARP + lane] = order[i];
+}
+
+/* All threads: an expert's place is how many come before it, the lower number among equals. */
+template <uint32_t HAS>
+static NBI_DEV void choose_experts(const routed_args &a, routed_choice<HAS> *s)
+{
+    constexpr uint32_t N = HAS * NBI_WARP, PARTS = ONE_WARPS * NBI_WARP / N;
+    const uint32_t e = threadIdx.x / PARTS, part = threadIdx.x % PARTS, own = s->order[e];
+    uint32_t place = 0;
+#pragma unroll 8
+    for (uint32_t k = part * 4; k < N; k += PARTS * 4) {
+        const nbi_u32x4 other = *reinterpret_cast<const nbi_u32x4 *>(s->order + k);
+#pragma unroll
+        for (uint32_t i = 0; i < 4; i++)
+            place += other.v[i] > own || (other.v[i] == own && k + i < e);
+    }
+#pragma unroll
+    for (uint32_t d = 1; d < PARTS; d *= 2) place += __shfl_xor_sync(NBI_FULL_MASK, place, (int)d);
+    if (part == 0 && place < a.route.top_k) s->ids[place] = e;
+}
+
+/* One warp: ids and weights to memory, for down. */
+template <uint32_t HAS>
+static NBI_DEV void store_choice(const routed_args &a, const routed_choice<HAS> *s)
+{
+    const uint32_t lane = (uint32_t)nbi_lane(), id = s->ids[lane < a.route.top_k ? lane : 0];
+    const float score = s->route.scores[id];
+    double sum = 0;
+    for (uint32_t k = 0; k < a.route.top_k; k++)
+        sum += static_cast<double>(__shfl_sync(NBI_FULL_MASK, score, (int)k));
+    if (lane < a.route.top_k) {
+        a.route.ids[lane] = static_cast<int32_t>(id);
+        a.route.weights[lane] = nbi_route_weight(a.route, score, sum);
+    }
+    __threadfence();
+    __syncwarp();
+}
+
+/* x + delta, normed, into shared memory; a warp has a chunk. `before` is read when what came before
+ * this launch has ended, and no warp of the block has counted yet. */
+static NBI_DEV uint32_t norm_row(const routed_args &a, const routed_shared &s, float *parts,
+                                 uint32_t warp)
+{
+    const uint32_t first = warp * NBI_NORM_COLS;
+    const bool has = warp < a.n_chunks, own = nbi_is_own(warp);
+    nbi_norm_part p = {}, weight = {};
+    if (has) weight.load(a.norm.weight, first, a.norm.width, true);
+    nbi_wait_before();
+    const uint32_t before = warp == CHOOSER ? nbi_arrived(a.count) : 0;
+    if (has) {
+        nbi_norm_take<false>(&p, a.norm, 0, first, true, 0);
+        const float squares = nbi_warp_sum(p.squares(0));
+        if (nbi_lane() == 0) parts[warp] = squares;
+        if (a.norm.delta && own) p.store(a.norm.x_out, first, a.norm.width, true);
+    }
+    nbi_copy_wait<0>();
+    __syncthreads();
+    if (has) {
+        const float squares = nbi_norm_sum(parts, a.n_chunks);
+        if (blockIdx.x == 0 && threadIdx.x == 0) nbi_norm_guard(a.norm, 0, squares);
+        p.scale(nbi_norm_factor(a.norm, squares), weight);
+        p.store(s.x + first, 0, NBI_NORM_COLS, true);
+        if (own) p.store(a.norm.out, first, a.norm.width, true);
+    }
+    __syncthreads();
+    return before;
+}
+
+template <nbi_weight_kind KIND, uint32_t HAS>
+static __global__ void __launch_bounds__(ONE_WARPS *NBI_WARP, 2)
+    routed_gate_up_kernel(const __grid_constant__ routed_args a)
+{
+    routed_shared s;
+    one_shared one;
+    lay_out<HAS>(&s, &one, nbi_shared<char>(), a, nbi_stream_unit_bytes(KIND));
+    routed_choice<HAS> *choice = static_cast<routed_choice<HAS> *>(s.choice);
+    ask_router(a, s);
+    const one_up up = one_up_begin<KIND>(a.up, one);
+    const uint32_t lane = (uint32_t)nbi_lane(), row = blockIdx.x + up.warp * gridDim.x;
+    float bias[HAS] = {}, factor = 0;
+    if (up.warp == CHOOSER) nbi_route_bias<HAS>(a.route, bias);
+    if (up.warp < CHOOSER && row < a.w.rows) factor = a.w.row_scale[row];
+    __syncthreads();
+    const uint32_t before = norm_row(a, s, choice->parts, up.warp);
+    if (NBI_EMULATED)
+        make_all_logits(a, s, up.warp);
+    else if (up.warp < CHOOSER)
+        make_logits(a, s, up.warp, factor);
+    if (up.warp == CHOOSER) order_experts<HAS>(a, before, bias, choice);
+    __syncthreads();
+    choose_experts<HAS>(a, choice);
+    __syncthreads();
+    if (blockIdx.x) nbi_let_next(); /* down may read the ids when all blocks have come here */
+    if (blockIdx.x == 0 && up.warp == CHOOSER) {
+        store_choice<HAS>(a, choice);
+        nbi_let_next();
+    }
+    uint32_t id = lane < a.route.top_k ? choice->ids[lane] : UINT32_MAX;
+    if (lane >= a.route.top_k && lane < a.up.slots.n) id = a.up.slots.n_experts;
+    one_up_end<KIND>(a.up, one, up, id, s.x);
+}
+
+/* ---------------------------------------------------------------- launches */
+
+static routed_args args_of(nbi_cuda *c, const nbi_moe_layer *l, const nbi_moe_args *a, float *h)
+{
+    routed_args k = {};
+    nbi_moe_one_up(&k.up, c, l, a, h);
+    k.norm = nbi_norm_of(&c->norm, NULL);
+    k.w = *nbi_cuda_packed_of(c->router.w);
+    k.route = c->route;
+    k.logits = static_cast<float *>(c->router.y);
+    k.n_chunks = k.w.cols / NBI_NORM_COLS;
+    k.count = c->routed;
+    const uint32_t arrivals = BLOCK_ROWS * nbi_moe_one_grid(c, &k.up);
+    k.turn = 1;
+    while (k.turn < arrivals) k.turn *= 2;
+    return k;
+}
+
+/* Up to 128 experts are four to a lane of the warp that chooses, more are eight. */
+static bool is_few(const routed_args &k)
+{
+    return k.route.n_experts <= 4 * NBI_WARP;
+}
+
+static uint32_t bytes_of(const routed_args &k, nbi_weight_kind kind)
+{
+    routed_shared s;
+    one_shared one;
+    const uint32_t unit = nbi_stream_unit_bytes(kind);
+    return is_few(k) ? lay_out<4>(&s, &one, nullptr, k, unit)
+                     : lay_out<8>(&s, &one, nullptr, k, unit);
+}
+
+template <nbi_weight_kind KIND> static void launch(nbi_cuda *c, const routed_args &k)
+{
+    const uint32_t bytes = bytes_of(k, KIND);
+    const uint32_t least = (uint32_t)c->rt.shared_max / 2 + 1024; /* as moe_one.cu */
+    nbi_launch(&c->rt, dim3(nbi_moe_one_grid(c, &k.up)), dim3(ONE_WARPS * NBI_WARP),
+               bytes > least ? bytes : least,
+               is_few(k) ? routed_gate_up_kernel<KIND, 4> : routed_gate_up_kernel<KIND, 8>, k);
+}
+
+bool nbi_moe_routed_fits(nbi_cuda *c, const nbi_moe_layer *l, const nbi_moe_args *a)
+{
+    if (!c->route_pending || c->norm_peers || !nbi_moe_one_fits(c, l, a->n_rows)) return false;
+    const nbi_route_args *r = &c->route;
+    const nbi_cuda_packed *w = nbi_cuda_packed_of(c->router.w);
+    if (w->kind != NBI_WEIGHT_BF16 || w->cols % NBI_NORM_COLS ||
+        w->cols / NBI_NORM_COLS > ONE_WARPS || w->cols != l->shape.hidden)
+        return false;
+    if (r->ids != a->ids || r->weights != a->weights || a->x != c->norm.out ||
+        r->top_k != l->shape.top_k || r->n_experts != l->shape.n_experts || r->n_experts > 256 ||
+        (r->n_group > 1 && r->topk_group < r->n_group))
+        return false;
+    const routed_args k = args_of(c, l, a, static_cast<float *>(a->workspace));
+    return (NBI_EMULATED || r->n_experts <= BLOCK_ROWS * nbi_moe_one_grid(c, &k.up)) &&
+           bytes_of(k, l->shape.kind_gate_up) <= (uint32_t)c->rt.shared_max;
+}
+
+void nbi_moe_routed_run(nbi_cuda *c, const nbi_moe_layer *l, const nbi_moe_args *a)
+{
+    float *h = static_cast<float *>(a->workspace);
+    const routed_args k = args_of(c, l, a, h);
+    c->norm_pending = c->router_pending = c->route_pending = false;
+    NBI_MOE_BY_KIND(l->shape.kind_gate_up, launch, c, k);
+    nbi_moe_one_down(c, l, a, h);
+}
