@@ -36,7 +36,7 @@ typedef struct nbi_ranks_options {
          NBI_OPT_FLAG,                                                                            \
          &(o)->shard_latents,                                                                     \
          NULL,                                                                                    \
-         "MLA on CPUs: ranks split q_a, kv_a and the indexer's\nproducts, too; a sum more for "   \
+         "MLA: ranks split q_a, kv_a and the indexer's\nproducts, too; a sum more for "           \
          "each "                                                                                  \
          "layer",                                                                                 \
          false},                                                                                  \

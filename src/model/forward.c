@@ -276,12 +276,20 @@ static bool sparse_now(const step *s)
     return s->c->has_indexer && s->batch->max_len > s->c->index_topk;
 }
 
+/* What a layer makes of the normed residual for all heads, [T] rows each. */
+typedef struct latents {
+    void *q, *kv;
+    void *key;      /* of the indexer */
+    float *weights; /* of the choice */
+} latents;
+
 /* Writes the layer's indexer key and, for every row, the positions its attention may see. */
-static void index_positions(step *s, const nbi_indexer_weights *w, const nbi_kv_layer *cache)
+static void index_positions(step *s, const nbi_indexer_weights *w, const latents *made,
+                            const nbi_kv_layer *cache)
 {
     const nbi_config *c = s->c;
     nbi_workspace *ws = s->ws;
-    s->b->ops->index_append(s->b, &(nbi_index_append_args){.k = ws->index_k,
+    s->b->ops->index_append(s->b, &(nbi_index_append_args){.k = made->key,
                                                            .norm_weight = w->k_norm,
                                                            .norm_bias = w->k_norm_bias,
                                                            .eps = c->index_norm_eps,
@@ -292,7 +300,7 @@ static void index_positions(step *s, const nbi_indexer_weights *w, const nbi_kv_
     if (!sparse_now(s)) return;
     s->b->ops->index_select(s->b, &(nbi_index_select_args){.select = ws->select,
                                                            .q = ws->index_q,
-                                                           .w = ws->index_w,
+                                                           .w = made->weights,
                                                            .n_heads = c->index_heads,
                                                            .index_dim = c->index_dim,
                                                            .topk = c->index_topk,
@@ -301,15 +309,9 @@ static void index_positions(step *s, const nbi_indexer_weights *w, const nbi_kv_
                                                            .batch = s->batch});
 }
 
-/* What a layer makes of the normed residual for all heads, [T] rows `stride` apart. */
-typedef struct latents {
-    void *q, *kv;
-    uint32_t q_stride, kv_stride;
-} latents;
-
-/* y[T, rows], rows `stride` apart, of this rank's columns; a bias is added once. */
-static void linear_of_columns(step *s, float *y, uint32_t stride, const nbi_weight *w,
-                              const float *bias, bool exact)
+/* y[T, rows] of this rank's columns; a bias is added once. Returns the end of y. */
+static float *linear_of_columns(step *s, float *y, uint32_t rows, const nbi_weight *w,
+                                const float *bias, bool exact)
 {
     const nbi_split *split = &s->m->split;
     s->b->ops->linear(s->b, &(nbi_linear_args){.y = y,
@@ -318,37 +320,27 @@ static void linear_of_columns(step *s, float *y, uint32_t stride, const nbi_weig
                                                .bias = split->shard.tp_rank ? NULL : bias,
                                                .n_rows = s->batch->n_rows,
                                                .x_stride = s->c->hidden,
-                                               .y_stride = stride,
+                                               .y_stride = rows,
                                                .y_f32 = true,
                                                .x_exact = exact});
-}
-
-/* out[T, n] := columns [at, at + n) of the latents. */
-static void take_latents(step *s, void *out, uint32_t at, uint32_t n, uint32_t stride)
-{
-    for (size_t t = 0; t < s->batch->n_rows; t++)
-        s->b->ops->copy(s->b, (float *)out + t * n, s->ws->latents + t * stride + at,
-                        n * sizeof(float));
+    return y + (size_t)s->batch->n_rows * rows;
 }
 
 /* Ranks multiply their columns and sum all that comes of it at once, the indexer's key and weights
- * too; memory is the host's. */
+ * too. */
 static latents sum_latents(step *s, const nbi_mla_weights *w, const nbi_indexer_weights *index)
 {
     const nbi_config *c = s->c;
-    const bool select = index && sparse_now(s);
-    const uint32_t kv = w->q_a ? c->q_lora : 0, key = kv + c->kv_lora + c->rope_dim,
-                   weights = key + (index ? c->index_dim : 0),
-                   stride = weights + (select ? c->index_heads : 0);
-    float *all = s->ws->latents;
-    if (w->q_a) linear_of_columns(s, all, stride, w->q_a, w->q_a_bias, false);
-    linear_of_columns(s, all + kv, stride, w->kv_a, w->kv_a_bias, false);
-    if (index) linear_of_columns(s, all + key, stride, index->k, NULL, false);
-    if (select) linear_of_columns(s, all + weights, stride, index->weights, NULL, true);
-    sum_ranks(s, all, (size_t)s->batch->n_rows * stride, false);
-    if (index) take_latents(s, s->ws->index_k, key, c->index_dim, stride);
-    if (select) take_latents(s, s->ws->index_w, weights, c->index_heads, stride);
-    return (latents){.q = all, .kv = all + kv, .q_stride = stride, .kv_stride = stride};
+    float *const all = s->ws->latents, *kv = all;
+    if (w->q_a) kv = linear_of_columns(s, all, c->q_lora, w->q_a, w->q_a_bias, false);
+    float *const key =
+        linear_of_columns(s, kv, c->kv_lora + c->rope_dim, w->kv_a, w->kv_a_bias, false);
+    float *weights = key, *end = key;
+    if (index) weights = end = linear_of_columns(s, key, c->index_dim, index->k, NULL, false);
+    if (index && sparse_now(s))
+        end = linear_of_columns(s, weights, c->index_heads, index->weights, NULL, true);
+    sum_ranks(s, all, (size_t)(end - all), false);
+    return (latents){.q = all, .kv = kv, .key = key, .weights = weights};
 }
 
 static latents whole_latents(step *s, const nbi_mla_weights *w, const nbi_indexer_weights *index)
@@ -357,10 +349,7 @@ static latents whole_latents(step *s, const nbi_mla_weights *w, const nbi_indexe
     linear(s, ws->kv, ws->xn, w->kv_a, w->kv_a_bias);
     if (w->q_a) linear(s, ws->q_a, ws->xn, w->q_a, w->q_a_bias);
     if (index) linear(s, ws->index_k, ws->xn, index->k, NULL);
-    return (latents){.q = ws->q_a,
-                     .kv = ws->kv,
-                     .q_stride = s->c->q_lora,
-                     .kv_stride = s->c->kv_lora + s->c->rope_dim};
+    return (latents){.q = ws->q_a, .kv = ws->kv, .key = ws->index_k, .weights = ws->index_w};
 }
 
 /* The products of attention and of the indexer (NULL: none), those of the same x one after the
@@ -379,7 +368,7 @@ static latents mla_products(step *s, const nbi_mla_weights *w, const nbi_indexer
                                                      .eps = c->latent_norm_eps,
                                                      .n_rows = s->batch->n_rows,
                                                      .width = c->q_lora,
-                                                     .x_stride = made.q_stride,
+                                                     .x_stride = c->q_lora,
                                                      .out_stride = c->q_lora});
         q_in = ws->gate;
     }
@@ -405,7 +394,7 @@ static void mla(step *s, const nbi_layer *layer, const nbi_kv_layer *cache)
                                                        .nope_dim = c->nope_dim,
                                                        .rope_dim = c->rope_dim,
                                                        .kv_lora = c->kv_lora,
-                                                       .kv_stride = made.kv_stride,
+                                                       .kv_stride = c->kv_lora + c->rope_dim,
                                                        .rope = &s->rope,
                                                        .cache = cache,
                                                        .batch = s->batch});
@@ -417,7 +406,7 @@ static void mla(step *s, const nbi_layer *layer, const nbi_kv_layer *cache)
                                                        .topk = c->index_topk,
                                                        .batch = s->batch});
     else if (index)
-        index_positions(s, index, cache);
+        index_positions(s, index, &made, cache);
     const int32_t *select = !sparse ? NULL : s->reuse ? ws->draft_select : ws->select;
     s->b->ops->mla_attend(s->b, &(nbi_mla_attend_args){.out = ws->attn,
                                                        .q = ws->q,

@@ -92,10 +92,6 @@ static nb_status split(nbi_model *m, const nbi_model_options *opt, nb_error *err
     const nbi_shard *shard = opt->comm ? &opt->shard : &alone;
     NB_ASSERT(!opt->comm || (shard->tp_size == nbi_comm_size(opt->comm) &&
                              shard->tp_rank == nbi_comm_rank(opt->comm)));
-    if (shard->latents && shard->tp_size > 1 && m->b->ops->sum_ranks)
-        return nbi_fail(err, NB_UNSUPPORTED,
-                        "--shard-latents: not on device %s so far; expected --device cpu",
-                        m->b->description);
     NB_TRY(nbi_split_make(&m->split, shard, &m->config, m->ckpt, m->n_layers + m->has_mtp, err));
     m->comm = shard->tp_size > 1 ? opt->comm : NULL;
     if (!m->comm) return NB_OK;

@@ -16,6 +16,7 @@
 typedef struct run {
     const char *dir, *device, *exchange, *kv_dtype;
     uint32_t ep_size, chunk;
+    bool latents; /* split by columns, too */
     uint32_t vocab;
     float *logits; /* [TOKENS][VOCAB_MAX], shared: rank 0 writes */
 } run;
@@ -55,6 +56,7 @@ static int body(nbi_comm *comm, const void *user)
     nbi_model_options mo = {.dir = r->dir, .comm = comm, .moe_runner = "auto"};
     rank_must(nbi_shard_make(&mo.shard, nbi_comm_rank(comm), nbi_comm_size(comm), r->ep_size, &err),
               &err);
+    mo.shard.latents = r->latents;
     rank_must(nbi_model_open(&m, b, &mo, &err), &err);
     const uint32_t vocab = nbi_model_config(m)->vocab;
     for (uint32_t i = 0; i < TOKENS; i++) ids[i] = (int32_t)((i * i * 7 + 3) % vocab);
@@ -111,13 +113,14 @@ static double distance(const float *got, const float *want)
 }
 
 /* A cache of E4M3 codes is further off, with one rank too: a code that falls the other way is. */
-static void compare(const char *dir, uint32_t n, uint32_t ep_size, const char *kv_dtype)
+static void compare(const char *dir, uint32_t n, uint32_t ep_size, bool latents,
+                    const char *kv_dtype)
 {
-    run cpu = {dir, "cpu", NULL, kv_dtype, ep_size, 6, 0, make_logits()},
-        one_shot = {dir, "cuda", "one-shot", kv_dtype, ep_size, 6, 0, make_logits()},
-        staged = {dir, "cuda", "staged", kv_dtype, ep_size, 24, 0, make_logits()},
-        norms = {dir, "cuda", "one-shot-norms", kv_dtype, ep_size, 1, 0, make_logits()},
-        alone = {dir, "cuda", NULL, kv_dtype, 1, 24, 0, make_logits()};
+    run cpu = {dir, "cpu", NULL, kv_dtype, ep_size, 6, latents, 0, make_logits()},
+        one_shot = {dir, "cuda", "one-shot", kv_dtype, ep_size, 6, latents, 0, make_logits()},
+        staged = {dir, "cuda", "staged", kv_dtype, ep_size, 24, latents, 0, make_logits()},
+        norms = {dir, "cuda", "one-shot-norms", kv_dtype, ep_size, 1, latents, 0, make_logits()},
+        alone = {dir, "cuda", NULL, kv_dtype, 1, 24, false, 0, make_logits()};
     assert_int_equal(ranks_run(n, body, &cpu), 0);
     assert_int_equal(ranks_run(n, body, &one_shot), 0);
     assert_int_equal(ranks_run(n, body, &staged), 0);
@@ -125,8 +128,8 @@ static void compare(const char *dir, uint32_t n, uint32_t ep_size, const char *k
     assert_int_equal(ranks_run(1, body, &alone), 0);
     const double off = distance(one_shot.logits, cpu.logits),
                  one = distance(one_shot.logits, alone.logits);
-    print_message("%s: %u ranks, %u parts of experts: %.1e from CPU ranks, %.1e from one rank\n",
-                  dir, n, ep_size, off, one);
+    print_message("%s: %u ranks, %u parts of experts%s: %.1e from CPU ranks, %.1e from one rank\n",
+                  dir, n, ep_size, latents ? ", latents split" : "", off, one);
     assert_true(off < (strcmp(kv_dtype, "bf16") ? 2e-2 : 1e-2) && one < 1e-3);
     assert_memory_equal(one_shot.logits, staged.logits, TOKENS * VOCAB_MAX * sizeof *staged.logits);
     assert_memory_equal(one_shot.logits, norms.logits, TOKENS * VOCAB_MAX * sizeof *norms.logits);
@@ -140,21 +143,30 @@ static void compare(const char *dir, uint32_t n, uint32_t ep_size, const char *k
 static void test_tensor_parallel(void **state)
 {
     (void)state;
-    compare(DATA("glm52-nvfp4-routed"), 2, 1, "bf16");
-    compare(DATA("v3-yarn-fp8"), 2, 1, "fp8_e4m3");
-    compare(DATA("qwen3-tied-f32"), 2, 1, "bf16");
+    compare(DATA("glm52-nvfp4-routed"), 2, 1, false, "bf16");
+    compare(DATA("v3-yarn-fp8"), 2, 1, false, "fp8_e4m3");
+    compare(DATA("qwen3-tied-f32"), 2, 1, false, "bf16");
 }
 
 static void test_expert_parallel(void **state)
 {
     (void)state;
-    compare(DATA("qwen3-nvfp4"), 2, 2, "bf16");
+    compare(DATA("qwen3-nvfp4"), 2, 2, false, "bf16");
 }
 
 static void test_both(void **state)
 {
     (void)state;
-    compare(DATA("v32-nvfp4"), 4, 2, "bf16");
+    compare(DATA("v32-nvfp4"), 4, 2, false, "bf16");
+}
+
+/* With lists of positions, too: the indexer's key and weights are sums then. */
+static void test_latents(void **state)
+{
+    (void)state;
+    compare(DATA("glm52-nvfp4-routed"), 2, 1, true, "bf16");
+    compare(DATA("v32-bf16"), 4, 2, true, "bf16");
+    compare(DATA("v3-noq-bf16"), 2, 1, true, "fp8_e4m3");
 }
 
 int main(void)
@@ -163,6 +175,7 @@ int main(void)
         cmocka_unit_test(test_tensor_parallel),
         cmocka_unit_test(test_expert_parallel),
         cmocka_unit_test(test_both),
+        cmocka_unit_test(test_latents),
     };
     for (uint32_t n = 2; n <= 4; n++) per_device[n] = ranks_per_device(n);
     return cmocka_run_group_tests(tests, NULL, NULL);
