@@ -12,7 +12,10 @@
 #define NBI_PEERS_MAX    8u /* ranks of a one-shot exchange */
 #define NBI_TURN_PACKETS 65536u
 #define NBI_TURN_BYTES   ((size_t)NBI_TURN_PACKETS * sizeof(nbi_u32x4))
-#define NBI_PEER_LOOKS   1024u /* at packets, between two at `stop` */
+/* Looks at packets between two at `stop`: some 16 ms. All warps that wait then read the host's
+ * memory, which takes far longer than a look: where that is no small part of the time between, one
+ * rank's reading is the other's waiting, and a chain of sums stays in it. */
+#define NBI_PEER_LOOKS 32768u
 
 /* What kernels need of it. */
 struct nbi_peer_view {
