@@ -23,14 +23,44 @@ struct nbi_mla_rows {
     uint32_t page_stride;
 };
 
+/* What a thread has of a row: values threadIdx.x + k * blockDim.x. All are asked for at once;
+ * longer rows go value by value. */
+#define NBI_MLA_OWN 4u
+
+NBI_DEV bool nbi_mla_owns(uint32_t n)
+{
+    return n <= NBI_MLA_OWN * blockDim.x && (blockDim.x == 128 || blockDim.x == 256);
+}
+
+NBI_DEV void nbi_mla_own(const float *x, uint32_t n, float (&own)[NBI_MLA_OWN])
+{
+#pragma unroll
+    for (uint32_t k = 0; k < NBI_MLA_OWN; k++) {
+        const uint32_t i = threadIdx.x + k * blockDim.x;
+        own[k] = nbi_mla_owns(n) && i < n ? x[i] : 0;
+    }
+}
+
 /* The sum of squares of n values, as 256 threads add it: 32 values apart by their warps, then the
- * warps in order. The block may have fewer. */
-NBI_DEV float nbi_mla_square_sum(const float *x, uint32_t n)
+ * warps in order. The block may have fewer. own: of nbi_mla_own(). */
+NBI_DEV float nbi_mla_square_sum(const float *x, uint32_t n, const float (&own)[NBI_MLA_OWN])
 {
     __shared__ float sums[NBI_MLA_WARPS];
     for (uint32_t i = threadIdx.x; i < NBI_MLA_THREADS; i += blockDim.x) {
         float sum = 0;
-        for (uint32_t j = i; j < n; j += NBI_MLA_THREADS) sum = fmaf(x[j], x[j], sum);
+        if (!nbi_mla_owns(n)) {
+            for (uint32_t j = i; j < n; j += NBI_MLA_THREADS) sum = fmaf(x[j], x[j], sum);
+        } else if (blockDim.x == NBI_MLA_THREADS) {
+#pragma unroll
+            for (uint32_t k = 0; k < NBI_MLA_OWN; k++) sum = fmaf(own[k], own[k], sum);
+        } else {
+            const bool odd = i != threadIdx.x;
+#pragma unroll
+            for (uint32_t k = 0; k < NBI_MLA_OWN; k += 2) {
+                const float y = odd ? own[k + 1] : own[k];
+                sum = fmaf(y, y, sum);
+            }
+        }
         sum = nbi_warp_sum(sum);
         if (nbi_lane() == 0) sums[i / NBI_WARP] = sum;
     }
@@ -41,35 +71,52 @@ NBI_DEV float nbi_mla_square_sum(const float *x, uint32_t n)
     return sum;
 }
 
-NBI_DEV void nbi_mla_append_latent(const nbi_mla_rows &a, size_t t)
+/* The rope key of row t, turned; by the block's last threads. */
+NBI_DEV void nbi_mla_append_key(const nbi_mla_rows &a, size_t t, const float *kv, void *key,
+                                size_t at)
 {
-    const float *kv = a.kv + t * a.kv_stride;
-    const float r = 1.0f / sqrtf(nbi_mla_square_sum(kv, a.lora) / (float)a.lora + a.eps);
-    const uint32_t p = (uint32_t)a.pos[t];
-    const size_t page = nbi_kv_page(a.page_table, a.page_stride, a.row_seq[t], p);
-    size_t at = (page * NBI_PAGE_TOKENS + p % NBI_PAGE_TOKENS) * (a.lora + a.rope_dim);
-    void *key = a.latent;
-    if (a.codes) {
-        const float *norm = a.norm;
-        uint8_t *to = static_cast<uint8_t *>(a.latent) +
-                      (page * NBI_PAGE_TOKENS + p % NBI_PAGE_TOKENS) * (size_t)a.shape.slot;
-        nbi_codes_store(to, reinterpret_cast<float *>(to + a.shape.scales), a.lora,
-                        threadIdx.x / NBI_WARP, blockDim.x / NBI_WARP,
-                        [=](uint32_t i) { return kv[i] * r * norm[i]; });
-        key = to + a.shape.tail;
-        at = 0;
-    } else {
-        for (uint32_t i = threadIdx.x; i < a.lora; i += blockDim.x)
-            nbi_kv_store(a.latent, at + i, a.bf16, kv[i] * r * a.norm[i]);
-        at += a.lora;
-    }
-    for (uint32_t i = threadIdx.x; i < a.rope_dim / 2; i += blockDim.x) {
+    for (uint32_t i = blockDim.x - 1 - threadIdx.x; i < a.rope_dim / 2; i += blockDim.x) {
         uint32_t iu, iv;
         nbi_rope_pair(a.rope, i, &iu, &iv);
         float u = kv[a.lora + iu], v = kv[a.lora + iv];
         nbi_rope_turn(a.rope, t, i, &u, &v);
         nbi_kv_store(key, at + iu, a.bf16, u);
         nbi_kv_store(key, at + iv, a.bf16, v);
+    }
+}
+
+NBI_DEV void nbi_mla_append_latent(const nbi_mla_rows &a, size_t t)
+{
+    const float *kv = a.kv + t * a.kv_stride;
+    const uint32_t p = (uint32_t)a.pos[t];
+    float x[NBI_MLA_OWN], norm[NBI_MLA_OWN];
+    nbi_mla_own(kv, a.lora, x);
+    nbi_mla_own(a.norm, a.lora, norm);
+    const size_t page = nbi_kv_page(a.page_table, a.page_stride, a.row_seq[t], p);
+    const size_t slot = page * NBI_PAGE_TOKENS + p % NBI_PAGE_TOKENS;
+    const size_t at = slot * (a.lora + a.rope_dim);
+    uint8_t *to = static_cast<uint8_t *>(a.latent) + slot * (size_t)a.shape.slot;
+    if (a.codes)
+        nbi_mla_append_key(a, t, kv, to + a.shape.tail, 0);
+    else
+        nbi_mla_append_key(a, t, kv, a.latent, at + a.lora);
+    const float r = 1.0f / sqrtf(nbi_mla_square_sum(kv, a.lora, x) / (float)a.lora + a.eps);
+    if (a.codes) {
+        const float *w = a.norm;
+        nbi_codes_store(to, reinterpret_cast<float *>(to + a.shape.scales), a.lora,
+                        threadIdx.x / NBI_WARP, blockDim.x / NBI_WARP,
+                        [=](uint32_t i) { return kv[i] * r * w[i]; });
+        return;
+    }
+    if (nbi_mla_owns(a.lora)) {
+#pragma unroll
+        for (uint32_t k = 0; k < NBI_MLA_OWN; k++) {
+            const uint32_t i = threadIdx.x + k * blockDim.x;
+            if (i < a.lora) nbi_kv_store(a.latent, at + i, a.bf16, x[k] * r * norm[k]);
+        }
+    } else {
+        for (uint32_t i = threadIdx.x; i < a.lora; i += blockDim.x)
+            nbi_kv_store(a.latent, at + i, a.bf16, kv[i] * r * a.norm[i]);
     }
 }
 
@@ -162,13 +209,14 @@ template <int NT> inline size_t nbi_mla_absorb_shared(uint32_t nope, uint32_t co
     return (nope * (columns + 8) + 2 * 8 * NT * (nope + NBI_MLA_ABSORB_PAD)) * sizeof(uint16_t);
 }
 
-/* The rotated part of the queries behind what was absorbed; turned here with APPEND. */
+/* The rotated part of the queries behind what was absorbed; turned here with APPEND. The last
+ * threads begin: they have no halves to make of few rows. */
 template <bool APPEND>
 NBI_DEV void nbi_mla_copy_rope(const nbi_mla_product &a, const nbi_mla_rows &n, const float *x,
                                size_t x_row, float *y, size_t y_row, uint32_t r0, uint32_t n_rows)
 {
     const uint32_t half = a.rope_dim / 2;
-    for (uint32_t i = threadIdx.x; i < n_rows * half; i += blockDim.x) {
+    for (uint32_t i = blockDim.x - 1 - threadIdx.x; i < n_rows * half; i += blockDim.x) {
         const uint32_t r = i / half, j = i % half;
         uint32_t iu = 2 * j, iv = 2 * j + 1;
         if (APPEND) nbi_rope_pair(n.rope, j, &iu, &iv);
@@ -206,6 +254,7 @@ NBI_DEV void nbi_mla_absorb(const nbi_mla_product &a, const nbi_mla_rows &append
     float *y = a.y + ((size_t)r0 * a.n_heads + h) * width;
     const size_t x_row = (size_t)a.n_heads * head, y_row = (size_t)a.n_heads * width;
     nbi_mla_halves<NT, COLUMNS / 16>(x, x_row, n, a.nope, stride, hi, lo);
+    if (col0 == 0) nbi_mla_copy_rope<APPEND>(a, append, x, x_row, y, y_row, r0, n);
     nbi_copy_wait<0>();
     __syncthreads();
     float d[NBI_MLA_SUMS][NT][4] = {};
@@ -227,5 +276,4 @@ NBI_DEV void nbi_mla_absorb(const nbi_mla_product &a, const nbi_mla_rows &append
             }
         }
     nbi_mla_store<NT>(d, y, y_row, n, col0 + own, a.lora, a.scale);
-    if (col0 == 0) nbi_mla_copy_rope<APPEND>(a, append, x, x_row, y, y_row, r0, n);
 }
