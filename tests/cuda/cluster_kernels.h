@@ -20,6 +20,7 @@ typedef struct cluster_seen {
     uint32_t board[CLUSTER_MOST];               /* what all stored here, before they arrived */
     uint32_t sent[CLUSTER_MOST][CLUSTER_SLICE]; /* slices by multicast; 7: none came */
     uint32_t named;                             /* stored before a named barrier of the block */
+    float posted[2]; /* by the block two before it, which did not arrive anywhere */
 } cluster_seen;
 
 enum cluster_fault {

@@ -20,6 +20,8 @@ static void check_block(const cluster_seen *b, uint32_t cluster, uint32_t number
     assert_int_equal(b->own, base + (rank + cluster - 1) % cluster);
     assert_int_equal(b->read, base + rank);
     assert_int_equal(b->named, base + rank);
+    assert_int_equal((int)b->posted[0], base + (rank + 2 * cluster - 2) % cluster);
+    assert_true(b->posted[1] == 0.5f);
     for (uint32_t from = 0; from < CLUSTER_MOST; from++) {
         assert_int_equal(b->board[from], from < cluster ? base + from + rank : 0);
         for (uint32_t i = 0; i < CLUSTER_SLICE; i++)

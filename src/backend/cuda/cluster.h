@@ -48,6 +48,19 @@ NBI_DEV void nbi_cluster_arrive()
 #endif
 }
 
+/* The first half, where nothing but initialised barriers has to become known (nbi_bar_init_done()
+ * behind them): arriving otherwise waits for all of the thread's stores, to memory too. */
+NBI_DEV void nbi_cluster_begin()
+{
+#if NBI_EMULATED
+    nbi_emu_cluster_arrive();
+#elif NBI_SM90
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+#else
+    __trap();
+#endif
+}
+
 NBI_DEV void nbi_cluster_wait()
 {
 #if NBI_EMULATED
@@ -85,6 +98,25 @@ NBI_DEV void nbi_bar_arrive_at(uint64_t *bar, uint32_t rank)
     asm volatile("{.reg .b32 there; mapa.shared::cluster.u32 there, %0, %1; "
                  "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there];}" ::"r"(at),
                  "r"(rank)
+                 : "memory");
+#else
+    __trap();
+#endif
+}
+
+/* Stores 8 bytes at the same place of block `rank`, some time, and then signals the same barrier
+ * there, where they are announced: no fence and no arrival. */
+NBI_DEV void nbi_store_async(float *own, const nbi_f32x2 &x, uint64_t *bar, uint32_t rank)
+{
+#if NBI_EMULATED
+    nbi_emu_store_async(own, &x, bar, rank);
+#elif NBI_SM90
+    const uint32_t to = (uint32_t)__cvta_generic_to_shared(own);
+    const uint32_t at = (uint32_t)__cvta_generic_to_shared(bar);
+    asm volatile("{.reg .b32 there, bar; mapa.shared::cluster.u32 there, %0, %4; "
+                 "mapa.shared::cluster.u32 bar, %3, %4; st.async.shared::cluster.mbarrier::"
+                 "complete_tx::bytes.v2.f32 [there], {%1, %2}, [bar];}" ::"r"(to),
+                 "f"(x.v[0]), "f"(x.v[1]), "r"(at), "r"(rank)
                  : "memory");
 #else
     __trap();

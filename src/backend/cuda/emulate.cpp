@@ -43,9 +43,10 @@ struct pending_wgmma {
 
 struct bulk_copy {
     void *to;
-    const void *from;
+    const void *from; /* NULL: `value` */
     uint32_t bytes;
     uint64_t *bar;
+    unsigned char value[8];
 };
 
 /* An mbarrier: 64 bits of shared memory. */
@@ -201,7 +202,7 @@ static bool land_bulk_copy()
     if (bulk.empty()) return false;
     const bulk_copy c = bulk.front();
     bulk.pop_front();
-    memcpy(c.to, c.from, c.bytes);
+    memcpy(c.to, c.from ? c.from : c.value, c.bytes);
     bar_state s = bar_load(c.bar);
     s.bytes -= (int32_t)c.bytes;
     bar_store(c.bar, s);
@@ -434,7 +435,7 @@ void nbi_emu_copy_bulk(void *shared, const void *src, uint32_t bytes, uint64_t *
                 bytes, src, shared);
         abort();
     }
-    bulk.push_back({shared, src, bytes, bar});
+    bulk.push_back({shared, src, bytes, bar, {}});
 }
 
 void nbi_emu_sync_some(uint32_t id, uint32_t threads)
@@ -511,6 +512,17 @@ void *nbi_emu_cluster_at(const void *own, unsigned rank)
         abort();
     }
     return shared_memory[rank] + at;
+}
+
+void nbi_emu_store_async(void *own, const void *value, uint64_t *bar, unsigned rank)
+{
+    bulk_copy c = {nbi_emu_cluster_at(own, rank),
+                   NULL,
+                   sizeof c.value,
+                   static_cast<uint64_t *>(nbi_emu_cluster_at(bar, rank)),
+                   {}};
+    memcpy(c.value, value, sizeof c.value);
+    bulk.push_back(c);
 }
 
 void nbi_emu_copy_bulk_multicast(void *shared, const void *src, uint32_t bytes, uint64_t *bar,

@@ -72,6 +72,7 @@ unsigned nbi_emu_cluster_size();
 void nbi_emu_cluster_arrive();
 void nbi_emu_cluster_wait();
 void *nbi_emu_cluster_at(const void *own, unsigned rank);
+void nbi_emu_store_async(void *own, const void *value, uint64_t *bar, unsigned rank); /* 8 bytes */
 void nbi_emu_copy_bulk_multicast(void *shared, const void *src, uint32_t bytes, uint64_t *bar,
                                  uint32_t mask);
 void nbi_emu_ldmatrix(uint32_t r[4], const void *shared);
