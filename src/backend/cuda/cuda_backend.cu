@@ -22,10 +22,10 @@ static nb_status open_stages(nbi_cuda *c, nb_error *err)
                             NBI_CUDA_STAGE_BYTES);
     }
     c->stage_device = static_cast<char *>(nbi_rt_alloc(&c->rt, NBI_CUDA_STAGE_BYTES));
-    c->arrivals = static_cast<uint32_t *>(
-        nbi_rt_alloc(&c->rt, (NBI_CUDA_ARRIVALS + 1) * sizeof *c->arrivals));
-    c->routed = c->arrivals + NBI_CUDA_ARRIVALS;
-    if (c->stage_device && c->arrivals) return NB_OK;
+    c->arrivals =
+        static_cast<uint32_t *>(nbi_rt_alloc(&c->rt, NBI_CUDA_ARRIVALS * sizeof *c->arrivals));
+    c->routed = static_cast<nbi_cuda_routed *>(nbi_rt_alloc(&c->rt, sizeof *c->routed));
+    if (c->stage_device && c->arrivals && c->routed) return NB_OK;
     return nbi_fail(err, NB_NO_MEMORY, "cuda: no device memory for %zu bytes of staging",
                     NBI_CUDA_STAGE_BYTES);
 }
@@ -97,6 +97,7 @@ static void cuda_close(nbi_backend **b)
     for (char *stage : c->stage) nbi_rt_free_host(&c->rt, stage);
     nbi_rt_free(&c->rt, c->stage_device);
     nbi_rt_free(&c->rt, c->arrivals);
+    nbi_rt_free(&c->rt, c->routed);
     nbi_free(c->clock_at);
     nbi_rt_close(&c->rt);
     nbi_free(c);

@@ -13,13 +13,15 @@
 #include "backend/backend.h"
 #include "backend/cuda/runtime.h"
 
-#define NBI_CUDA_GRAPHS      96u  /* recorded steps kept */
-#define NBI_CUDA_GRAPH_ROWS  256u /* steps of more rows are not worth recording */
-#define NBI_CUDA_LEN_BUCKET  256u /* smallest bound of a sequence's length */
-#define NBI_CUDA_STAGE_BYTES ((size_t)16 << 20)
-#define NBI_CUDA_PENDING     4u /* linear layers that one launch can do */
-#define NBI_CUDA_STAGES      2u
-#define NBI_CUDA_ARRIVALS    4096u /* counters of blocks */
+#define NBI_CUDA_GRAPHS         96u  /* recorded steps kept */
+#define NBI_CUDA_GRAPH_ROWS     256u /* steps of more rows are not worth recording */
+#define NBI_CUDA_LEN_BUCKET     256u /* smallest bound of a sequence's length */
+#define NBI_CUDA_STAGE_BYTES    ((size_t)16 << 20)
+#define NBI_CUDA_PENDING        4u /* linear layers that one launch can do */
+#define NBI_CUDA_STAGES         2u
+#define NBI_CUDA_ARRIVALS       4096u /* counters of blocks */
+#define NBI_CUDA_ROUTED_EXPERTS 256u
+#define NBI_CUDA_ROUTED_BLOCKS  512u
 
 /* What a recorded step depends on. */
 struct nbi_cuda_key {
@@ -62,6 +64,12 @@ struct nbi_cuda_converted {
     const void *x;
     uint32_t n_rows, cols, stride, form;
     float input_scale;
+};
+
+/* What the blocks of a launch that routes and multiplies share (moe_routed.cu). */
+struct nbi_cuda_routed {
+    uint64_t logits[NBI_CUDA_ROUTED_EXPERTS]; /* each with the number of its launch */
+    uint32_t numbers[NBI_CUDA_ROUTED_BLOCKS]; /* of a block's last launch */
 };
 
 struct nbi_cuda_ranks; /* cuda_ranks.h */
@@ -114,9 +122,9 @@ struct nbi_cuda {
     nbi_cuda_waiting waiting;     /* the same; never beside these */
     nbi_cuda_index_waiting index; /* the same; beside all of them */
 
-    uint32_t *arrivals; /* device, [NBI_CUDA_ARRIVALS]: blocks of a group that are done; zero
-                           between kernels */
-    uint32_t *routed;   /* device: behind them, a counter that only grows (moe_routed.cu) */
+    uint32_t *arrivals;      /* device, [NBI_CUDA_ARRIVALS]: blocks of a group that are done; zero
+                                between kernels */
+    nbi_cuda_routed *routed; /* device; zero at first */
 
     void *sampler; /* of sample.cu */
 

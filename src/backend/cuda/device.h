@@ -396,14 +396,13 @@ NBI_DEV bool nbi_arrive_last(uint32_t *count, uint32_t n, bool *last)
     return *last;
 }
 
-/* Counts one more arrival, or n; what the block stored before a barrier can be read by whoever sees
- * it. */
-NBI_DEV void nbi_arrive(uint32_t *count, uint32_t n = 1)
+/* Counts an arrival; what the block stored before a barrier can be read by whoever sees it. */
+NBI_DEV void nbi_arrive(uint32_t *count)
 {
 #if NBI_EMULATED
-    atomicAdd(count, n);
+    atomicAdd(count, 1u);
 #else
-    asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(count), "r"(n) : "memory");
+    asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(count) : "memory");
 #endif
 }
 
@@ -415,6 +414,27 @@ NBI_DEV uint32_t nbi_arrived(const uint32_t *count)
 #else
     uint32_t r;
     asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(r) : "l"(count) : "memory");
+    return r;
+#endif
+}
+
+/* Between blocks of a launch: 8 bytes that arrive whole. */
+NBI_DEV void nbi_whole_send(uint64_t *to, uint64_t x)
+{
+#if NBI_EMULATED
+    *to = x;
+#else
+    asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(to), "l"(x) : "memory");
+#endif
+}
+
+NBI_DEV uint64_t nbi_whole_look(const uint64_t *from)
+{
+#if NBI_EMULATED
+    return *from;
+#else
+    uint64_t r;
+    asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(r) : "l"(from) : "memory");
     return r;
 #endif
 }

@@ -3,10 +3,11 @@
  * moe_runners.cu.
  *
  * Every block norms the row by itself and makes the logits of one or two experts, whose weights it
- * has asked for before the wait. The blocks count at a counter in memory; when all have, each
- * chooses by itself and asks for its share of the chosen experts. So all blocks of the launch must
- * be there together: there are no more than multiprocessors, and they wait for nobody else. The
- * first block leaves ids and weights for down before it lets down start.
+ * has asked for before the wait. Logits go to all by way of memory, each with the launch's number
+ * beside it, which every block counts for itself; when all are there, each block chooses by itself
+ * and asks for its share of the chosen experts. So all blocks of the launch must be there together:
+ * there are no more than multiprocessors, and they wait for nobody else. The first block leaves ids
+ * and weights for down before it lets down start.
  *
  * The emulation runs one block after the other: there every block makes all logits. */
 #include "backend/cuda/norm.h"
@@ -24,8 +25,7 @@ struct routed_args {
     nbi_route_args route;
     float *logits;
     uint32_t n_chunks; /* of the row, 256 columns each */
-    uint32_t *count;   /* only grows: by `turn` a launch */
-    uint32_t turn;     /* a power of two, for it may wrap around; two arrivals a block or more */
+    nbi_cuda_routed *shared;
 };
 
 /* Shared memory behind one_shared's. */
@@ -112,17 +112,16 @@ static NBI_DEV float logit_of(const routed_args &a, const float *x, const char *
     return fmaf(y, factor, 0);
 }
 
-/* The warps in front of the chooser: the block's logits; each warp counts, with or without one. */
+/* The warps in front of the chooser: the block's logits. */
 static NBI_DEV void make_logits(const routed_args &a, const routed_shared &s, uint32_t warp,
-                                float factor)
+                                float factor, uint32_t number)
 {
     const uint32_t row = blockIdx.x + warp * gridDim.x;
-    if (row < a.w.rows) {
-        const float y = logit_of(a, s.x, s.weights + warp * row_bytes(a), 64, row, factor);
-        if (nbi_lane() == 0) a.logits[row] = y;
-    }
-    const uint32_t extra = a.turn - BLOCK_ROWS * gridDim.x;
-    if (nbi_lane() == 0) nbi_arrive(a.count, blockIdx.x || warp ? 1 : 1 + extra);
+    if (row >= a.w.rows) return;
+    const float y = logit_of(a, s.x, s.weights + warp * row_bytes(a), 64, row, factor);
+    if (nbi_lane() != 0) return;
+    nbi_whole_send(a.shared->logits + row, (uint64_t)number << 32 | nbi_bits(y));
+    a.logits[row] = y;
 }
 
 static NBI_DEV void make_all_logits(const routed_args &a, const routed_shared &s, uint32_t warp)
@@ -134,24 +133,40 @@ static NBI_DEV void make_all_logits(const routed_args &a, const routed_shared &s
     __syncthreads();
 }
 
-/* One warp, which saw `before` arrivals when none of its block had: the order of all experts. */
+/* The lane's logits, when they are there. */
 template <uint32_t HAS>
-static NBI_DEV void order_experts(const routed_args &a, uint32_t before, const float bias[HAS],
+static NBI_DEV void look_for_logits(const routed_args &a, uint32_t number, float score[HAS])
+{
+    const uint32_t lane = (uint32_t)nbi_lane();
+    for (bool all = false; !all;) {
+        uint64_t got[HAS];
+#pragma unroll
+        for (uint32_t i = 0; i < HAS; i++) {
+            const uint32_t e = i * NBI_WARP + lane;
+            got[i] = (uint64_t)number << 32;
+            if (e >= a.route.n_experts) continue;
+            got[i] = NBI_EMULATED ? got[i] | nbi_bits(a.logits[e])
+                                  : nbi_whole_look(a.shared->logits + e);
+        }
+        all = true;
+#pragma unroll
+        for (uint32_t i = 0; i < HAS; i++) {
+            score[i] = nbi_float((uint32_t)got[i]);
+            all = all && (uint32_t)(got[i] >> 32) == number;
+        }
+    }
+    __syncwarp();
+}
+
+/* One warp: the order of all experts in this launch. */
+template <uint32_t HAS>
+static NBI_DEV void order_experts(const routed_args &a, uint32_t number, const float bias[HAS],
                                   routed_choice<HAS> *s)
 {
-    const uint32_t lane = (uint32_t)nbi_lane(), end = (before & ~(a.turn - 1)) + a.turn;
-    if (!NBI_EMULATED && lane == 0)
-        while ((int32_t)(nbi_arrived(a.count) - end) < 0) nbi_spin();
-    __syncwarp();
+    const uint32_t lane = (uint32_t)nbi_lane();
     float score[HAS];
     uint32_t order[HAS];
-#pragma unroll
-    for (uint32_t i = 0; i < HAS; i++) {
-        const uint32_t e = i * NBI_WARP + lane;
-        score[i] = 0;
-        if (e < a.route.n_experts)
-            score[i] = nbi_float(nbi_load_fresh(reinterpret_cast<const uint32_t *>(a.logits) + e));
-    }
+    look_for_logits<HAS>(a, number, score);
     nbi_route_order<HAS>(a.route, score, bias, order, &s->route);
 #pragma unroll
     for (uint32_t i = 0; i < HAS; i++) s->order[i * NBI_WARP + lane] = order[i];
@@ -193,8 +208,14 @@ static NBI_DEV void store_choice(const routed_args &a, const routed_choice<HAS> 
     __syncwarp();
 }
 
-/* x + delta, normed, into shared memory; a warp has a chunk. `before` is read when what came before
- * this launch has ended, and no warp of the block has counted yet. */
+/* The launch's number, until the block has counted it. */
+static NBI_DEV uint32_t number_of(const routed_args &a)
+{
+    return nbi_load_fresh(&a.shared->numbers[blockIdx.x]) + 1;
+}
+
+/* x + delta, normed, into shared memory; a warp has a chunk. For the warps up to the chooser,
+ * returns the launch's number. */
 static NBI_DEV uint32_t norm_row(const routed_args &a, const routed_shared &s, float *parts,
                                  uint32_t warp)
 {
@@ -203,7 +224,7 @@ static NBI_DEV uint32_t norm_row(const routed_args &a, const routed_shared &s, f
     nbi_norm_part p = {}, weight = {};
     if (has) weight.load(a.norm.weight, first, a.norm.width, true);
     nbi_wait_before();
-    const uint32_t before = warp == CHOOSER ? nbi_arrived(a.count) : 0;
+    const uint32_t number = warp <= CHOOSER ? number_of(a) : 0;
     if (has) {
         nbi_norm_take<false>(&p, a.norm, 0, first, true, 0);
         const float squares = nbi_warp_sum(p.squares(0));
@@ -220,7 +241,17 @@ static NBI_DEV uint32_t norm_row(const routed_args &a, const routed_shared &s, f
         if (own) p.store(a.norm.out, first, a.norm.width, true);
     }
     __syncthreads();
-    return before;
+    return number;
+}
+
+/* One warp: for the block, and for blocks that only other launches have. */
+static NBI_DEV void count_launch(const routed_args &a)
+{
+    const uint32_t number = number_of(a), step = NBI_WARP * gridDim.x;
+    __syncwarp();
+    for (uint32_t i = blockIdx.x + (uint32_t)nbi_lane() * gridDim.x; i < NBI_CUDA_ROUTED_BLOCKS;
+         i += step)
+        a.shared->numbers[i] = number;
 }
 
 template <nbi_weight_kind KIND, uint32_t HAS>
@@ -238,15 +269,16 @@ static __global__ void __launch_bounds__(ONE_WARPS *NBI_WARP, 2)
     if (up.warp == CHOOSER) nbi_route_bias<HAS>(a.route, bias);
     if (up.warp < CHOOSER && row < a.w.rows) factor = a.w.row_scale[row];
     __syncthreads();
-    const uint32_t before = norm_row(a, s, choice->parts, up.warp);
+    const uint32_t number = norm_row(a, s, choice->parts, up.warp);
     if (NBI_EMULATED)
         make_all_logits(a, s, up.warp);
     else if (up.warp < CHOOSER)
-        make_logits(a, s, up.warp, factor);
-    if (up.warp == CHOOSER) order_experts<HAS>(a, before, bias, choice);
+        make_logits(a, s, up.warp, factor, number);
+    if (up.warp == CHOOSER) order_experts<HAS>(a, number, bias, choice);
     __syncthreads();
     choose_experts<HAS>(a, choice);
     __syncthreads();
+    if (up.warp == CHOOSER + 1) count_launch(a);
     if (blockIdx.x) nbi_let_next(); /* down may read the ids when all blocks have come here */
     if (blockIdx.x == 0 && up.warp == CHOOSER) {
         store_choice<HAS>(a, choice);
@@ -268,10 +300,7 @@ static routed_args args_of(nbi_cuda *c, const nbi_moe_layer *l, const nbi_moe_ar
     k.route = c->route;
     k.logits = static_cast<float *>(c->router.y);
     k.n_chunks = k.w.cols / NBI_NORM_COLS;
-    k.count = c->routed;
-    const uint32_t arrivals = BLOCK_ROWS * nbi_moe_one_grid(c, &k.up);
-    k.turn = 1;
-    while (k.turn < arrivals) k.turn *= 2;
+    k.shared = c->routed;
     return k;
 }
 
@@ -308,11 +337,12 @@ bool nbi_moe_routed_fits(nbi_cuda *c, const nbi_moe_layer *l, const nbi_moe_args
         w->cols / NBI_NORM_COLS > ONE_WARPS || w->cols != l->shape.hidden)
         return false;
     if (r->ids != a->ids || r->weights != a->weights || a->x != c->norm.out ||
-        r->top_k != l->shape.top_k || r->n_experts != l->shape.n_experts || r->n_experts > 256 ||
-        (r->n_group > 1 && r->topk_group < r->n_group))
+        r->top_k != l->shape.top_k || r->n_experts != l->shape.n_experts ||
+        r->n_experts > NBI_CUDA_ROUTED_EXPERTS || (r->n_group > 1 && r->topk_group < r->n_group))
         return false;
     const routed_args k = args_of(c, l, a, static_cast<float *>(a->workspace));
-    return (NBI_EMULATED || r->n_experts <= BLOCK_ROWS * nbi_moe_one_grid(c, &k.up)) &&
+    const uint32_t grid = nbi_moe_one_grid(c, &k.up);
+    return (NBI_EMULATED || r->n_experts <= BLOCK_ROWS * grid) && grid <= NBI_CUDA_ROUTED_BLOCKS &&
            bytes_of(k, l->shape.kind_gate_up) <= (uint32_t)c->rt.shared_max;
 }
 
