@@ -330,7 +330,10 @@ template <nbi_weight_kind KIND> static void launch(nbi_cuda *c, const routed_arg
 
 bool nbi_moe_routed_fits(nbi_cuda *c, const nbi_moe_layer *l, const nbi_moe_args *a)
 {
-    if (!c->route_pending || c->norm_peers || !nbi_moe_one_fits(c, l, a->n_rows)) return false;
+    /* blocks of two ranks on a device might wait for each other's places */
+    if (!c->route_pending || c->norm_peers || (c->ranks_per_device > 1 && !NBI_EMULATED) ||
+        !nbi_moe_one_fits(c, l, a->n_rows))
+        return false;
     const nbi_route_args *r = &c->route;
     const nbi_cuda_packed *w = nbi_cuda_packed_of(c->router.w);
     if (w->kind != NBI_WEIGHT_BF16 || w->cols % NBI_NORM_COLS ||
