@@ -10,24 +10,6 @@ if(NIBBLE_CUDA AND NIBBLE_CUDA_EMULATED)
     message(FATAL_ERROR "NIBBLE_CUDA and NIBBLE_CUDA_EMULATED exclude each other.")
 endif()
 
-# What a target with kernels is compiled with.
-function(nibble_cuda_target target)
-    set_target_properties(${target} PROPERTIES POSITION_INDEPENDENT_CODE ON
-                          CXX_VISIBILITY_PRESET hidden CUDA_VISIBILITY_PRESET hidden)
-    target_include_directories(${target} PRIVATE ${PROJECT_SOURCE_DIR}/include ${PROJECT_SOURCE_DIR}/src)
-    target_compile_definitions(${target} PRIVATE _GNU_SOURCE)
-    if(NIBBLE_CUDA)
-        target_link_libraries(${target} PRIVATE CUDA::cudart_static)
-        string(REPLACE ";" "," joined "${cuda_host_warnings}")
-        target_compile_options(${target} PRIVATE -Xcompiler=${joined}
-                               $<$<BOOL:${NIBBLE_WERROR}>:--Werror=all-warnings>)
-    else()
-        # Contraction as on the device is not reproduced: sums are compared with a bound.
-        target_compile_options(${target} PRIVATE ${cuda_host_warnings} -Wno-unknown-pragmas
-                               -ffp-contract=off -fno-math-errno -fno-trapping-math)
-    endif()
-endfunction()
-
 if(NIBBLE_CUDA OR NIBBLE_CUDA_EMULATED)
     file(GLOB cuda_sources CONFIGURE_DEPENDS ${PROJECT_SOURCE_DIR}/src/backend/cuda/*.cu
          ${PROJECT_SOURCE_DIR}/src/moe/cuda/*.cu)
@@ -52,11 +34,24 @@ if(NIBBLE_CUDA OR NIBBLE_CUDA_EMULATED)
         set(nibble_cuda_libraries stdc++)
         set(nibble_cuda_definitions NBI_WITH_CUDA=1 NBI_CUDA_EMULATED=1)
     endif()
+    add_library(nibble_cuda OBJECT ${cuda_sources})
+    set_target_properties(nibble_cuda PROPERTIES POSITION_INDEPENDENT_CODE ON
+                          CXX_VISIBILITY_PRESET hidden CUDA_VISIBILITY_PRESET hidden)
+    target_include_directories(nibble_cuda PRIVATE include src)
+    target_compile_definitions(nibble_cuda PRIVATE _GNU_SOURCE)
     set(cuda_host_warnings -Wall -Wextra -Wshadow)
     if(NIBBLE_WERROR)
         list(APPEND cuda_host_warnings -Werror)
     endif()
-    add_library(nibble_cuda OBJECT ${cuda_sources})
-    nibble_cuda_target(nibble_cuda)
+    if(NIBBLE_CUDA)
+        target_link_libraries(nibble_cuda PRIVATE CUDA::cudart_static)
+        string(REPLACE ";" "," joined "${cuda_host_warnings}")
+        target_compile_options(nibble_cuda PRIVATE -Xcompiler=${joined}
+                               $<$<BOOL:${NIBBLE_WERROR}>:--Werror=all-warnings>)
+    else()
+        # Contraction as on the device is not reproduced: sums are compared with a bound.
+        target_compile_options(nibble_cuda PRIVATE ${cuda_host_warnings} -Wno-unknown-pragmas
+                               -ffp-contract=off -fno-math-errno -fno-trapping-math)
+    endif()
     set(nibble_cuda_objects $<TARGET_OBJECTS:nibble_cuda>)
 endif()

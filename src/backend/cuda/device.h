@@ -931,9 +931,8 @@ bool nbi_rt_knows_stamps(const void *symbol);
 [[maybe_unused]] static const bool nbi_stamps_known = nbi_rt_knows_stamps(&nbi_stamps_here);
 #endif
 
-/* May this launch have to be stamped? No memory is read for it: the sign is an explicit cluster
- * dimension, of 1, 1, 1. */
-NBI_DEV bool nbi_has_cluster()
+/* Is this launch to be stamped? The sign is a cluster dimension of 1, 1, 1: no memory is read. */
+NBI_DEV bool nbi_is_stamped()
 {
 #if NBI_EMULATED
     return nbi_emu_stamped;
@@ -944,23 +943,6 @@ NBI_DEV bool nbi_has_cluster()
     return yes != 0;
 #else
     return false;
-#endif
-}
-
-/* Sizes of the dynamic shared memory of launches in clusters are multiples of twice this, and to be
- * stamped one such more: the size that a kernel reads may be rounded to 128. */
-#define NBI_STAMP_SHARED 256u
-
-/* A launch with a cluster dimension is to be stamped. */
-NBI_DEV bool nbi_is_stamped()
-{
-#if !NBI_EMULATED && NBI_SM90
-    uint32_t blocks, bytes;
-    asm volatile("mov.u32 %0, %%cluster_nctarank;" : "=r"(blocks));
-    asm volatile("mov.u32 %0, %%dynamic_smem_size;" : "=r"(bytes));
-    return blocks == 1 || (bytes & NBI_STAMP_SHARED);
-#else
-    return true;
 #endif
 }
 
@@ -982,8 +964,7 @@ NBI_DEV uint64_t nbi_device_ns()
 NBI_DEV void nbi_wait_before()
 {
     uint32_t i = NBI_STAMPS;
-    if (nbi_has_cluster() &&
-        (threadIdx.x | threadIdx.y | blockIdx.x | blockIdx.y | blockIdx.z) == 0 && nbi_is_stamped())
+    if (nbi_is_stamped() && (threadIdx.x | threadIdx.y | blockIdx.x | blockIdx.y | blockIdx.z) == 0)
         i = atomicAdd(&nbi_stamps_here.n, 1u);
 #if !NBI_EMULATED && NBI_SM90
     asm volatile("griddepcontrol.wait;" ::: "memory");

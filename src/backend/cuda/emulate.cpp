@@ -1,9 +1,8 @@
 /* Emulation of blocks, warps and matrix units on the CPU (emulate.h). Callers: kernels compiled by
  * a C++ compiler. One thread at a time.
  *
- * A block's threads are fibers, and so are those of all blocks of a cluster. A fiber runs until it
- * waits: at the block's barrier, at its warp's, at the cluster's, or at its end. A barrier opens
- * when every thread of it that has not ended waits there. */
+ * A block's threads are fibers. A fiber runs until it waits: at the block's barrier, at its warp's,
+ * or at its end. A barrier opens when every thread of it that has not ended waits there. */
 #include "backend/cuda/emulate.h"
 
 #include <math.h>
@@ -15,12 +14,9 @@
 #include <deque>
 
 #define MAX_THREADS 1024u
-#define MAX_BLOCKS  16u /* of a cluster */
 #define STACK_BYTES (128u << 10)
 #define COPIES_MAX  512u
 #define WGMMA_MAX   40u
-#define SHARED_ROOM (256u << 10)
-#define SHARED_MAX  (227u << 10)
 
 namespace
 {
@@ -43,10 +39,9 @@ struct pending_wgmma {
 
 struct bulk_copy {
     void *to;
-    const void *from; /* NULL: `value` */
+    const void *from;
     uint32_t bytes;
     uint64_t *bar;
-    unsigned char value[8];
 };
 
 /* An mbarrier: 64 bits of shared memory. */
@@ -55,15 +50,12 @@ struct bar_state {
     int32_t bytes; /* announced and not there yet */
 };
 
-enum fiber_state { READY, AT_BLOCK, AT_WARP, AT_BAR, AT_CLUSTER, ENDED };
+enum fiber_state { READY, AT_BLOCK, AT_WARP, AT_BAR, ENDED };
 
 struct fiber {
     nbi_emu_thread self;
-    unsigned rank; /* of its block in the cluster */
     void *sp;
     fiber_state state;
-    bool arrived, owes_wait; /* at the cluster's barrier: in this phase; since its last wait */
-    unsigned due, waits;     /* phase that its wait is for; waits behind it */
     uint64_t *bar; /* AT_BAR: an mbarrier and the parity that it waits for, or a named barrier */
     uint32_t parity, named;
     unsigned n_copies, group; /* copies on their way; number of the open group */
@@ -72,16 +64,13 @@ struct fiber {
     pending_wgmma wgmma[WGMMA_MAX];
 };
 
-alignas(1024) unsigned char shared_memory[MAX_BLOCKS][SHARED_ROOM];
-alignas(16) unsigned char slots[MAX_BLOCKS][MAX_THREADS / 32][32 * NBI_EMU_SLOT];
-fiber *fibers; /* [n_blocks * n_threads], block after block */
+alignas(1024) unsigned char shared_memory[256u << 10];
+alignas(16) unsigned char slots[MAX_THREADS / 32][32 * NBI_EMU_SLOT];
+fiber *fibers;
 unsigned char *stacks;
-unsigned n_stacks;
 void *scheduler_sp;
-unsigned n_threads;                   /* of a block */
-unsigned n_blocks;                    /* of a cluster */
-unsigned phase;                       /* of the cluster's barrier */
-unsigned named_count[MAX_BLOCKS][16]; /* threads that wait at a named barrier */
+unsigned n_threads;
+unsigned named_count[16]; /* threads that wait at a named barrier */
 std::deque<bulk_copy> bulk;
 const std::function<void()> *kernel;
 
@@ -132,32 +121,25 @@ static void fiber_main()
     abort(); /* an ended fiber is never taken up again */
 }
 
-static void make_stacks(unsigned n)
+static void make_stacks()
 {
-    if (n <= n_stacks) return;
-    if (fibers) munmap(stacks, (size_t)n_stacks * STACK_BYTES);
-    free(fibers);
-    n_stacks = n < MAX_THREADS ? MAX_THREADS : n;
-    fibers = static_cast<fiber *>(calloc(n_stacks, sizeof *fibers));
-    void *p = mmap(NULL, (size_t)n_stacks * STACK_BYTES, PROT_READ | PROT_WRITE,
+    if (fibers) return;
+    fibers = static_cast<fiber *>(calloc(MAX_THREADS, sizeof *fibers));
+    void *p = mmap(NULL, (size_t)MAX_THREADS * STACK_BYTES, PROT_READ | PROT_WRITE,
                    MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (!fibers || p == MAP_FAILED) {
-        fprintf(stderr, "CUDA emulation: no memory for %u stacks\n", n_stacks);
+        fprintf(stderr, "CUDA emulation: no memory for %u stacks\n", MAX_THREADS);
         abort();
     }
     stacks = static_cast<unsigned char *>(p);
 }
 
 /* The first switch to a fiber returns into fiber_main with the stack as behind a call. */
-static void start_fiber(unsigned rank, unsigned thread_id, dim3 thread, dim3 block)
+static void start_fiber(unsigned i, dim3 thread, dim3 block)
 {
-    const unsigned i = rank * n_threads + thread_id;
     fiber *f = &fibers[i];
-    f->self = {thread, block, thread_id % 32, thread_id / 32};
-    f->rank = rank;
+    f->self = {thread, block, i % 32, i / 32};
     f->state = READY;
-    f->arrived = f->owes_wait = false;
-    f->due = f->waits = 0;
     f->n_copies = f->group = f->named = f->n_wgmma = f->wgmma_group = 0;
     f->bar = NULL;
     void **top = reinterpret_cast<void **>(stacks + (size_t)(i + 1) * STACK_BYTES - 64);
@@ -188,7 +170,7 @@ static void bar_store(uint64_t *bar, bar_state s)
 static bool open_bars()
 {
     bool ready = false;
-    for (unsigned i = 0; i < n_blocks * n_threads; i++) {
+    for (unsigned i = 0; i < n_threads; i++) {
         fiber *f = &fibers[i];
         if (f->state != AT_BAR || f->named || bar_load(f->bar).phase == f->parity) continue;
         f->state = READY;
@@ -202,101 +184,67 @@ static bool land_bulk_copy()
     if (bulk.empty()) return false;
     const bulk_copy c = bulk.front();
     bulk.pop_front();
-    memcpy(c.to, c.from ? c.from : c.value, c.bytes);
+    memcpy(c.to, c.from, c.bytes);
     bar_state s = bar_load(c.bar);
     s.bytes -= (int32_t)c.bytes;
     bar_store(c.bar, s);
     return true;
 }
 
-/* Those of [0, n) that wait there go on. */
-static bool let_go(fiber *f, unsigned n, fiber_state where)
-{
-    bool ready = false;
-    for (unsigned i = 0; i < n; i++) {
-        if (f[i].state != where) continue;
-        f[i].state = READY;
-        ready = true;
-    }
-    return ready;
-}
-
-static bool open_block(fiber *f)
-{
-    bool ready = false, block = true;
-    for (unsigned first = 0; first < n_threads; first += 32) {
-        const unsigned n = first + 32 < n_threads ? 32 : n_threads - first;
-        bool all = true;
-        for (unsigned i = first; i < first + n; i++) {
-            if (f[i].state == READY) ready = true;
-            if (f[i].state != AT_WARP && f[i].state != ENDED) all = false;
-            if (f[i].state != AT_BLOCK && f[i].state != ENDED) block = false;
-        }
-        if (all && let_go(f + first, n, AT_WARP)) ready = true;
-    }
-    if (block && let_go(f, n_threads, AT_BLOCK)) ready = true;
-    return ready;
-}
-
-static bool open_cluster()
-{
-    const unsigned n = n_blocks * n_threads;
-    bool any = false;
-    for (unsigned i = 0; i < n; i++) {
-        if (!fibers[i].arrived && fibers[i].state != ENDED) return false;
-        any |= fibers[i].arrived;
-    }
-    if (!any) return false;
-    phase++;
-    for (unsigned i = 0; i < n; i++) fibers[i].arrived = false;
-    return let_go(fibers, n, AT_CLUSTER);
-}
-
 /* Opens the barriers whose threads are all there. Returns whether any thread can go on. */
 static bool open_barriers()
 {
-    bool ready = open_bars();
-    for (unsigned b = 0; b < n_blocks; b++) ready |= open_block(fibers + b * n_threads);
-    ready |= open_cluster();
+    bool ready = open_bars(), block = true;
+    for (unsigned w = 0; w * 32 < n_threads; w++) {
+        const unsigned end = (w + 1) * 32 < n_threads ? (w + 1) * 32 : n_threads;
+        bool all = true;
+        for (unsigned i = w * 32; i < end; i++) {
+            if (fibers[i].state == READY) ready = true;
+            if (fibers[i].state != AT_WARP && fibers[i].state != ENDED) all = false;
+            if (fibers[i].state != AT_BLOCK && fibers[i].state != ENDED) block = false;
+        }
+        for (unsigned i = w * 32; all && i < end; i++) {
+            if (fibers[i].state != AT_WARP) continue;
+            fibers[i].state = READY;
+            ready = true;
+        }
+    }
+    for (unsigned i = 0; block && i < n_threads; i++) {
+        if (fibers[i].state != AT_BLOCK) continue;
+        fibers[i].state = READY;
+        ready = true;
+    }
     while (!ready && land_bulk_copy()) ready = open_bars();
     return ready;
 }
 
 static void report_deadlock()
 {
-    const unsigned n = n_blocks * n_threads;
-    unsigned block = 0, warp = 0, bar = 0, cluster = 0, ended = 0;
-    for (unsigned i = 0; i < n; i++) {
+    unsigned block = 0, warp = 0, bar = 0, ended = 0;
+    for (unsigned i = 0; i < n_threads; i++) {
         block += fibers[i].state == AT_BLOCK;
         bar += fibers[i].state == AT_BAR;
         warp += fibers[i].state == AT_WARP;
-        cluster += fibers[i].state == AT_CLUSTER;
         ended += fibers[i].state == ENDED;
     }
-    if (ended == n) return;
+    if (ended == n_threads) return;
     fprintf(stderr,
-            "CUDA emulation: block (%u, %u, %u), of a cluster of %u, cannot go on: of %u threads "
-            "%u wait for the block, %u for their warp, %u for the cluster, %u at other barriers, "
-            "%u have ended\n",
-            fibers[0].self.block.x, fibers[0].self.block.y, fibers[0].self.block.z, n_blocks, n,
-            block, warp, cluster, bar, ended);
+            "CUDA emulation: block (%u, %u, %u) cannot go on: of %u threads %u wait for the block, "
+            "%u for their warp, %u at other barriers, %u have ended\n",
+            fibers[0].self.block.x, fibers[0].self.block.y, fibers[0].self.block.z, n_threads,
+            block, warp, bar, ended);
     abort();
 }
 
-/* The blocks of a cluster, along x. */
-static void run_cluster(dim3 first)
+static void run_block(dim3 idx)
 {
     const dim3 dim = nbi_emu_block_dim;
-    for (unsigned b = 0; b < n_blocks; b++) {
-        unsigned i = 0;
-        const dim3 idx(first.x + b, first.y, first.z);
-        for (unsigned z = 0; z < dim.z; z++)
-            for (unsigned y = 0; y < dim.y; y++)
-                for (unsigned x = 0; x < dim.x; x++) start_fiber(b, i++, dim3(x, y, z), idx);
-    }
-    phase = 0;
+    unsigned i = 0;
+    for (unsigned z = 0; z < dim.z; z++)
+        for (unsigned y = 0; y < dim.y; y++)
+            for (unsigned x = 0; x < dim.x; x++) start_fiber(i++, dim3(x, y, z), idx);
     do {
-        for (unsigned i = 0; i < n_blocks * n_threads; i++) {
+        for (i = 0; i < n_threads; i++) {
             if (fibers[i].state != READY) continue;
             nbi_emu_self = &fibers[i].self;
             nbi_emu_switch(&scheduler_sp, fibers[i].sp);
@@ -309,30 +257,26 @@ static void run_cluster(dim3 first)
     }
 }
 
-void nbi_emu_run(dim3 grid, unsigned cluster, dim3 block, size_t shared_bytes,
-                 const std::function<void()> &body)
+void nbi_emu_run(dim3 grid, dim3 block, size_t shared_bytes, const std::function<void()> &body)
 {
     n_threads = block.x * block.y * block.z;
-    n_blocks = cluster;
-    if (!n_threads || n_threads > MAX_THREADS || shared_bytes > SHARED_MAX || !grid.x || !grid.y ||
-        !grid.z || grid.y > 65535 || grid.z > 65535 || !cluster || cluster > MAX_BLOCKS ||
-        grid.x % cluster) {
+    if (!n_threads || n_threads > MAX_THREADS || shared_bytes > (227u << 10) || !grid.x ||
+        !grid.y || !grid.z || grid.y > 65535 || grid.z > 65535) {
         fprintf(stderr,
-                "CUDA emulation: a launch of (%u, %u, %u) blocks, in clusters of %u, of %u threads "
-                "with %zu bytes of shared memory is not possible\n",
-                grid.x, grid.y, grid.z, cluster, n_threads, shared_bytes);
+                "CUDA emulation: a launch of (%u, %u, %u) blocks of %u threads with %zu bytes of "
+                "shared memory is not possible\n",
+                grid.x, grid.y, grid.z, n_threads, shared_bytes);
         abort();
     }
-    make_stacks(n_blocks * n_threads);
+    make_stacks();
     kernel = &body;
     nbi_emu_block_dim = block;
     nbi_emu_grid_dim = grid;
     for (unsigned z = 0; z < grid.z; z++)
         for (unsigned y = 0; y < grid.y; y++)
-            for (unsigned x = 0; x < grid.x; x += n_blocks) {
-                for (unsigned b = 0; b < n_blocks; b++)
-                    memset(shared_memory[b], 0xff, shared_bytes);
-                run_cluster(dim3(x, y, z));
+            for (unsigned x = 0; x < grid.x; x++) {
+                memset(shared_memory, 0xff, shared_bytes);
+                run_block(dim3(x, y, z));
             }
     nbi_emu_self = NULL;
 }
@@ -341,7 +285,7 @@ void nbi_emu_run(dim3 grid, unsigned cluster, dim3 block, size_t shared_bytes,
 
 void *nbi_emu_shared()
 {
-    return shared_memory[current()->rank];
+    return shared_memory;
 }
 
 void nbi_emu_sync_block()
@@ -357,12 +301,12 @@ void nbi_emu_sync_warp()
 bool nbi_emu_lane_lives(unsigned lane)
 {
     const unsigned i = nbi_emu_self->warp * 32 + lane;
-    return i < n_threads && fibers[current()->rank * n_threads + i].state != ENDED;
+    return i < n_threads && fibers[i].state != ENDED;
 }
 
 const unsigned char *nbi_emu_exchange(const void *value, size_t bytes)
 {
-    unsigned char *warp = slots[current()->rank][nbi_emu_self->warp];
+    unsigned char *warp = slots[nbi_emu_self->warp];
     memcpy(warp + nbi_emu_self->lane * NBI_EMU_SLOT, value, bytes);
     nbi_emu_sync_warp();
     return warp;
@@ -435,103 +379,23 @@ void nbi_emu_copy_bulk(void *shared, const void *src, uint32_t bytes, uint64_t *
                 bytes, src, shared);
         abort();
     }
-    bulk.push_back({shared, src, bytes, bar, {}});
+    bulk.push_back({shared, src, bytes, bar});
 }
 
 void nbi_emu_sync_some(uint32_t id, uint32_t threads)
 {
-    fiber *f = current(), *block = fibers + f->rank * n_threads;
-    if (++named_count[f->rank][id] < threads) {
+    fiber *f = current();
+    if (++named_count[id] < threads) {
         f->named = id;
         leave(AT_BAR);
         return;
     }
-    named_count[f->rank][id] = 0;
+    named_count[id] = 0;
     for (unsigned i = 0; i < n_threads; i++) {
-        if (block[i].state != AT_BAR || block[i].named != id) continue;
-        block[i].named = 0;
-        block[i].state = READY;
+        if (fibers[i].state != AT_BAR || fibers[i].named != id) continue;
+        fibers[i].named = 0;
+        fibers[i].state = READY;
     }
-}
-
-/* ---------------------------------------------------------------- inside a cluster */
-
-unsigned nbi_emu_cluster_rank()
-{
-    return current()->rank;
-}
-
-unsigned nbi_emu_cluster_size()
-{
-    return n_blocks;
-}
-
-void nbi_emu_cluster_arrive()
-{
-    fiber *f = current();
-    if (f->owes_wait) {
-        fprintf(stderr, "CUDA emulation: a thread arrives twice at its cluster's barrier\n");
-        abort();
-    }
-    f->arrived = f->owes_wait = true;
-    f->due = phase + 1;
-}
-
-void nbi_emu_cluster_wait()
-{
-    fiber *f = current();
-    if (!f->owes_wait) {
-        fprintf(stderr, "CUDA emulation: a thread waits for its cluster without having arrived\n");
-        abort();
-    }
-    if (phase < f->due) leave(AT_CLUSTER);
-    f->owes_wait = false;
-    f->waits++;
-}
-
-void *nbi_emu_cluster_at(const void *own, unsigned rank)
-{
-    const fiber *f = current();
-    const size_t at = (size_t)(static_cast<const unsigned char *>(own) - shared_memory[f->rank]);
-    const char *wrong = NULL;
-    unsigned ended = 0;
-    for (unsigned i = 0; rank < n_blocks && i < n_threads; i++)
-        ended += fibers[rank * n_threads + i].state == ENDED;
-    if (rank >= n_blocks)
-        wrong = "which is not there";
-    else if (at >= SHARED_ROOM)
-        wrong = "at no place of shared memory";
-    else if (rank != f->rank && !f->waits)
-        wrong = "which may not have begun";
-    else if (rank != f->rank && ended == n_threads)
-        wrong = "which has ended";
-    if (wrong) {
-        fprintf(stderr,
-                "CUDA emulation: block %u of a cluster of %u turns to the memory of block %u, %s\n",
-                f->rank, n_blocks, rank, wrong);
-        abort();
-    }
-    return shared_memory[rank] + at;
-}
-
-void nbi_emu_store_async(void *own, const void *value, uint64_t *bar, unsigned rank)
-{
-    bulk_copy c = {nbi_emu_cluster_at(own, rank),
-                   NULL,
-                   sizeof c.value,
-                   static_cast<uint64_t *>(nbi_emu_cluster_at(bar, rank)),
-                   {}};
-    memcpy(c.value, value, sizeof c.value);
-    bulk.push_back(c);
-}
-
-void nbi_emu_copy_bulk_multicast(void *shared, const void *src, uint32_t bytes, uint64_t *bar,
-                                 uint32_t mask)
-{
-    for (unsigned rank = 0; mask >> rank; rank++)
-        if (mask >> rank & 1u)
-            nbi_emu_copy_bulk(nbi_emu_cluster_at(shared, rank), src, bytes,
-                              static_cast<uint64_t *>(nbi_emu_cluster_at(bar, rank)));
 }
 
 /* ---------------------------------------------------------------- formats */
@@ -725,12 +589,11 @@ void nbi_emu_wgmma_commit()
 /* 16 values along K of column n: descriptor b, 128-byte swizzle. */
 static void column_values(double to[16], uint64_t b, unsigned n, const float *table)
 {
-    const unsigned char *shared = shared_memory[current()->rank];
     const uint32_t base = (uint32_t)(b & 0x3fffu) << 4, row = base + n / 8 * 1024 + n % 8 * 128;
     for (unsigned k = 0; k < 16; k++) {
         const uint32_t at = row + 2 * k;
         uint16_t x;
-        memcpy(&x, shared + (at ^ (at >> 7 & 7u) << 4), sizeof x);
+        memcpy(&x, shared_memory + (at ^ (at >> 7 & 7u) << 4), sizeof x);
         to[k] = (double)table[x];
     }
 }
@@ -738,12 +601,11 @@ static void column_values(double to[16], uint64_t b, unsigned n, const float *ta
 /* The same of columns side by side. */
 static void column_across(double to[16], uint64_t b, unsigned n, const float *table)
 {
-    const unsigned char *shared = shared_memory[current()->rank];
     const uint32_t base = (uint32_t)(b & 0x3fffu) << 4, group = (uint32_t)(b >> 16 & 0x3fffu) << 4;
     for (unsigned k = 0; k < 16; k++) {
         const uint32_t at = base + n / 64 * group + k * 128 + n % 64 * 2;
         uint16_t x;
-        memcpy(&x, shared + (at ^ (at >> 7 & 7u) << 4), sizeof x);
+        memcpy(&x, shared_memory + (at ^ (at >> 7 & 7u) << 4), sizeof x);
         to[k] = (double)table[x];
     }
 }

@@ -1,13 +1,12 @@
-/* CUDA's execution model on a CPU, for tests: one block, or one cluster of blocks, after the other
- * in one thread, the threads as fibers that change at barriers and warp exchanges. Included by
- * device.h where the compiler is not nvcc.
+/* CUDA's execution model on a CPU, for tests: one block after the other in one thread, its threads
+ * as fibers that change at barriers and warp exchanges. Included by device.h where the compiler is
+ * not nvcc.
  *
- * Static __shared__ variables are function statics (not for clusters: one copy for all of its
- * blocks); dynamic shared memory is each block's own, filled with NaN before. Asynchronous copies
- * and warpgroup products happen at the wait that they are waited for by (bulk copies: when some
- * thread waits and nothing else can go on), never earlier, so that a missing wait is seen. A block
- * whose threads wait for each other for ever aborts with a sentence. Grid-wide barriers are not
- * emulated. */
+ * Static __shared__ variables are function statics (one block runs at a time); dynamic shared
+ * memory is filled with NaN before every block. Asynchronous copies and warpgroup products happen
+ * at the wait that they are waited for by (bulk copies: when some thread waits and nothing else can
+ * go on), never earlier, so that a missing wait is seen. A block whose threads wait for each other
+ * for ever aborts with a sentence. Grid-wide barriers are not emulated. */
 #pragma once
 
 #include <math.h>
@@ -43,9 +42,8 @@ extern dim3 nbi_emu_block_dim, nbi_emu_grid_dim;
 #define blockDim  nbi_emu_block_dim
 #define gridDim   nbi_emu_grid_dim
 
-/* Runs body once per thread of every block; `cluster` of them, along x, at a time. */
-void nbi_emu_run(dim3 grid, unsigned cluster, dim3 block, size_t shared_bytes,
-                 const std::function<void()> &body);
+/* Runs body once per thread of every block. */
+void nbi_emu_run(dim3 grid, dim3 block, size_t shared_bytes, const std::function<void()> &body);
 
 void *nbi_emu_shared();
 /* In a loop that waits for another process: lets it run (runtime_emulated.cpp). */
@@ -67,14 +65,6 @@ void nbi_emu_bar_arrive(uint64_t *bar, uint32_t bytes);
 void nbi_emu_bar_wait(uint64_t *bar, uint32_t parity);
 void nbi_emu_copy_bulk(void *shared, const void *src, uint32_t bytes, uint64_t *bar);
 void nbi_emu_sync_some(uint32_t id, uint32_t threads);
-unsigned nbi_emu_cluster_rank();
-unsigned nbi_emu_cluster_size();
-void nbi_emu_cluster_arrive();
-void nbi_emu_cluster_wait();
-void *nbi_emu_cluster_at(const void *own, unsigned rank);
-void nbi_emu_store_async(void *own, const void *value, uint64_t *bar, unsigned rank); /* 8 bytes */
-void nbi_emu_copy_bulk_multicast(void *shared, const void *src, uint32_t bytes, uint64_t *bar,
-                                 uint32_t mask);
 void nbi_emu_ldmatrix(uint32_t r[4], const void *shared);
 void nbi_emu_ldmatrix_trans(uint32_t r[4], const void *shared);
 void nbi_emu_mma(float d[4], const uint32_t a[4], const uint32_t b[2], bool bf16);

@@ -163,37 +163,10 @@ template <class T> struct nbi_same {
     using type = T;
 };
 
-/* Dynamic shared memory of a launch: with clusters it tells whether to stamp (device.h). */
-inline size_t nbi_launch_shared(size_t shared, uint32_t cluster, bool stamped)
-{
-    const size_t unit = 2 * NBI_STAMP_SHARED;
-    if (cluster < 2) return shared;
-    return (shared + unit - 1) / unit * unit + (stamped ? NBI_STAMP_SHARED : 0);
-}
-
-#if !NBI_EMULATED
-inline bool nbi_launch_allow(nbi_rt *rt, const void *kernel, uint32_t cluster, size_t shared)
-{
-    shared = nbi_launch_shared(shared, cluster, true);
-    if (shared > 16u << 10) { /* with a kernel's static memory, more than 48 KB must be asked for */
-        const cudaError_t e =
-            cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared);
-        if (e != cudaSuccess) return nbi_rt_fail(rt, "shared memory of a kernel", (int)e), false;
-    }
-    if (cluster > 8) {
-        const cudaError_t e =
-            cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
-        if (e != cudaSuccess) return nbi_rt_fail(rt, "clusters of a kernel", (int)e), false;
-    }
-    return true;
-}
-#endif
-
-/* As nbi_launch(), with the blocks in clusters along x, of which grid.x is a multiple; from 9.0 on.
- * A cluster of 1 is none. Shared memory: NBI_STAMP_SHARED bytes less than a block can have. */
+/* kernel<<<grid, block, shared>>>(args...) in the stream. Arguments are taken by value. */
 template <class... P>
-inline void nbi_launch_cluster(nbi_rt *rt, dim3 grid, uint32_t cluster, dim3 block, size_t shared,
-                               void (*kernel)(P...), typename nbi_same<P>::type... args)
+inline void nbi_launch(nbi_rt *rt, dim3 grid, dim3 block, size_t shared, void (*kernel)(P...),
+                       typename nbi_same<P>::type... args)
 {
     if (rt->error[0]) return;
     const bool overlaps = rt->dependent && !rt->settles && !rt->n_apart;
@@ -205,14 +178,17 @@ inline void nbi_launch_cluster(nbi_rt *rt, dim3 grid, uint32_t cluster, dim3 blo
 #if NBI_EMULATED
     const auto body = [=] { kernel(args...); };
     const bool stamped = rt->stamps;
-    const size_t bytes = nbi_launch_shared(shared, cluster, true);
     (void)overlaps;
     nbi_rt_later(rt, [=] {
         nbi_emu_stamped = stamped;
-        nbi_emu_run(grid, cluster, block, bytes, body);
+        nbi_emu_run(grid, block, shared, body);
     });
 #else
-    if (!nbi_launch_allow(rt, (const void *)kernel, cluster, shared)) return;
+    if (shared > 16u << 10) { /* with a kernel's static memory, more than 48 KB must be asked for */
+        const cudaError_t e = cudaFuncSetAttribute(
+            (const void *)kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared);
+        if (e != cudaSuccess) return nbi_rt_fail(rt, "shared memory of a kernel", (int)e);
+    }
     /* A multiprocessor whose kernels divide its memory differently must be idle in between, and
      * then nothing overlaps: all kernels of a recorded step leave the same for L1. */
     if (rt->recording)
@@ -225,57 +201,18 @@ inline void nbi_launch_cluster(nbi_rt *rt, dim3 grid, uint32_t cluster, dim3 blo
         wants[n].id = cudaLaunchAttributeProgrammaticStreamSerialization;
         wants[n++].val.programmaticStreamSerializationAllowed = 1;
     }
-    if (rt->stamps || cluster > 1) {
+    if (rt->stamps) {
         wants[n].id = cudaLaunchAttributeClusterDimension;
-        wants[n++].val.clusterDim = {cluster, 1, 1};
+        wants[n++].val.clusterDim = {1, 1, 1};
     }
     cudaLaunchConfig_t config = {};
     config.gridDim = grid;
     config.blockDim = block;
-    config.dynamicSmemBytes = nbi_launch_shared(shared, cluster, rt->stamps);
+    config.dynamicSmemBytes = shared;
     config.stream = rt->stream;
     config.attrs = wants;
     config.numAttrs = n;
     const cudaError_t e = cudaLaunchKernelEx(&config, kernel, args...);
     if (e != cudaSuccess) nbi_rt_fail(rt, "launch of a kernel", (int)e);
-#endif
-}
-
-/* kernel<<<grid, block, shared>>>(args...) in the stream. Arguments are taken by value. */
-template <class... P>
-inline void nbi_launch(nbi_rt *rt, dim3 grid, dim3 block, size_t shared, void (*kernel)(P...),
-                       typename nbi_same<P>::type... args)
-{
-    nbi_launch_cluster(rt, grid, 1, block, shared, kernel, args...);
-}
-
-/* How many clusters of a kernel the device holds at once; 0: none, or it has no clusters. Not for
- * every launch: it takes microseconds. */
-template <class... P>
-inline uint32_t nbi_rt_clusters(nbi_rt *rt, void (*kernel)(P...), uint32_t cluster, dim3 block,
-                                size_t shared)
-{
-    const size_t bytes = nbi_launch_shared(shared, cluster, true);
-    if (rt->error[0] || rt->sm < 90 || cluster > 16 || bytes > rt->shared_max) return 0;
-#if NBI_EMULATED
-    (void)kernel, (void)block;
-    return 16;
-#else
-    if (!nbi_launch_allow(rt, (const void *)kernel, cluster, shared)) return 0;
-    cudaLaunchAttribute want = {};
-    want.id = cudaLaunchAttributeClusterDimension;
-    want.val.clusterDim = {cluster, 1, 1};
-    cudaLaunchConfig_t config = {};
-    config.gridDim = dim3(cluster);
-    config.blockDim = block;
-    config.dynamicSmemBytes = bytes;
-    config.attrs = &want;
-    config.numAttrs = 1;
-    int n = 0;
-    if (cudaOccupancyMaxActiveClusters(&n, kernel, &config) != cudaSuccess) {
-        cudaGetLastError();
-        return 0;
-    }
-    return (uint32_t)n;
 #endif
 }
