@@ -233,3 +233,44 @@ NBI_DEV void nbi_norm_guard(const nbi_norm_args &a, uint32_t t, float squares)
 {
     if (a.row_fault && !nbi_finite(squares) && !a.row_fault[t]) a.row_fault[t] = a.fault;
 }
+
+/* ---- one row, a warp for each of its chunks: load(), the launch's wait, take(), a barrier, end()
+ */
+
+struct nbi_norm_one {
+    nbi_norm_part x, weight;
+    uint32_t first; /* column of the warp's chunk */
+    bool has, own;  /* the warp has one; the block leaves it in memory */
+
+    NBI_DEV void load(const nbi_norm_args &a, uint32_t warp)
+    {
+        first = warp * NBI_NORM_COLS;
+        has = first < a.width;
+        own = nbi_is_own(warp);
+        if (has) weight.load(a.weight, first, a.width, true);
+    }
+
+    /* x + delta; parts[warp] becomes its squares. */
+    NBI_DEV void take(const nbi_norm_args &a, float *parts)
+    {
+        if (!has) return;
+        nbi_norm_take<false>(&x, a, 0, first, true, 0);
+        const float squares = nbi_warp_sum(x.squares(0));
+        if (nbi_lane() == 0) parts[first / NBI_NORM_COLS] = squares;
+        if (a.delta && own) x.store(a.x_out, first, a.width, true);
+    }
+
+    /* Normed, from the squares of all n chunks; has. */
+    NBI_DEV void end(const nbi_norm_args &a, const float *parts, uint32_t n)
+    {
+        const float squares = nbi_norm_sum(parts, n);
+        if (blockIdx.x == 0 && threadIdx.x == 0) nbi_norm_guard(a, 0, squares);
+        x.scale(nbi_norm_factor(a, squares), weight);
+    }
+
+    /* The normed chunk to memory. */
+    NBI_DEV void leave(const nbi_norm_args &a) const
+    {
+        if (own) x.store(a.out, first, a.width, true);
+    }
+};

@@ -148,26 +148,26 @@ static NBI_DEV void apply_norm(const router_work &a, const router_shared &s, uin
                 true);
 }
 
-/* Eight lanes: the sums of item i for the block's rows. All lanes call. */
+/* Step k of item i, which is step `step` of its row, to a lane's two sums. */
 template <nbi_weight_kind KIND>
-static NBI_DEV void multiply(const router_work &a, const router_shared &s, uint32_t i, bool real)
+static NBI_DEV void add_step(float sum[2], const router_work &a, const router_shared &s, uint32_t i,
+                             uint32_t step, uint32_t k)
 {
-    const uint32_t l = (uint32_t)nbi_lane() % 8,
-                   first = nbi_mod(i, a.chunks) * (NBI_NORM_COLS / 16);
-    float sum[2] = {0, 0};
-#pragma unroll 4
-    for (uint32_t k = 0; k < NBI_NORM_COLS / 16; k++) {
-        if (!real || (first + k) * 16 >= a.w.cols) continue;
-        float w[2][4];
-        read_weights<KIND>(w, a, s, first + k);
-        const nbi_f32x4 x =
-            *reinterpret_cast<const nbi_f32x4 *>(s.x + i * NBI_NORM_COLS + k * 16 + l % 4 * 4);
+    const uint32_t at = i * NBI_NORM_COLS + k * 16 + (uint32_t)nbi_lane() % 4 * 4;
+    float w[2][4];
+    read_weights<KIND>(w, a, s, step);
+    const nbi_f32x4 x = *reinterpret_cast<const nbi_f32x4 *>(s.x + at);
 #pragma unroll
-        for (uint32_t j = 0; j < 4; j++) {
-            sum[0] = fmaf(w[0][j], x.v[j], sum[0]);
-            sum[1] = fmaf(w[1][j], x.v[j], sum[1]);
-        }
+    for (uint32_t j = 0; j < 4; j++) {
+        sum[0] = fmaf(w[0][j], x.v[j], sum[0]);
+        sum[1] = fmaf(w[1][j], x.v[j], sum[1]);
     }
+}
+
+/* Eight lanes' sums of item i to shared memory. All lanes call. */
+static NBI_DEV void put_sums(float sum[2], const router_shared &s, uint32_t i, bool real)
+{
+    const uint32_t l = (uint32_t)nbi_lane() % 8;
 #pragma unroll
     for (uint32_t high = 0; high < 2; high++) {
         sum[high] += __shfl_xor_sync(NBI_FULL_MASK, sum[high], 1);
@@ -176,31 +176,29 @@ static NBI_DEV void multiply(const router_work &a, const router_shared &s, uint3
     }
 }
 
+/* Eight lanes: the sums of item i for the block's rows. All lanes call. */
+template <nbi_weight_kind KIND>
+static NBI_DEV void multiply(const router_work &a, const router_shared &s, uint32_t i, bool real)
+{
+    const uint32_t first = nbi_mod(i, a.chunks) * (NBI_NORM_COLS / 16);
+    float sum[2] = {0, 0};
+#pragma unroll 4
+    for (uint32_t k = 0; k < NBI_NORM_COLS / 16; k++) {
+        if (!real || (first + k) * 16 >= a.w.cols) continue;
+        add_step<KIND>(sum, a, s, i, first + k, k);
+    }
+    put_sums(sum, s, i, real);
+}
+
 /* A whole chunk of the one token, the same way: every eight lanes do it. */
 template <nbi_weight_kind KIND>
 static NBI_DEV void multiply_whole(const router_work &a, const router_shared &s, uint32_t chunk)
 {
     constexpr uint32_t STEPS = NBI_NORM_COLS / 16;
-    const uint32_t l = (uint32_t)nbi_lane() % 8;
-    const float *x = s.x + chunk * NBI_NORM_COLS + l % 4 * 4;
     float sum[2] = {0, 0};
 #pragma unroll
-    for (uint32_t k = 0; k < STEPS; k++) {
-        float w[2][4];
-        read_weights<KIND>(w, a, s, chunk * STEPS + k);
-        const nbi_f32x4 v = *reinterpret_cast<const nbi_f32x4 *>(x + k * 16);
-#pragma unroll
-        for (uint32_t j = 0; j < 4; j++) {
-            sum[0] = fmaf(w[0][j], v.v[j], sum[0]);
-            sum[1] = fmaf(w[1][j], v.v[j], sum[1]);
-        }
-    }
-#pragma unroll
-    for (uint32_t high = 0; high < 2; high++) {
-        sum[high] += __shfl_xor_sync(NBI_FULL_MASK, sum[high], 1);
-        sum[high] += __shfl_xor_sync(NBI_FULL_MASK, sum[high], 2);
-        if (nbi_lane() < 8 && l % 4 == 0) s.sums[chunk * ROWS + high * 2 + l / 4] = sum[high];
-    }
+    for (uint32_t k = 0; k < STEPS; k++) add_step<KIND>(sum, a, s, chunk, chunk * STEPS + k, k);
+    put_sums(sum, s, chunk, nbi_lane() < 8);
 }
 
 /* A thread's row of a token: its chunks' sums in ascending order. */
@@ -279,28 +277,22 @@ static __global__ void __launch_bounds__(ONE_WARPS *NBI_WARP)
     router_one_kernel(const __grid_constant__ router_work a)
 {
     const router_shared s = carve(a);
-    const uint32_t warp = threadIdx.x / NBI_WARP, lane = (uint32_t)nbi_lane();
-    const uint32_t first = warp * NBI_NORM_COLS, row = row_of(threadIdx.x % ROWS);
-    const bool own = nbi_is_own(warp), ends = threadIdx.x < ROWS && row < a.w.rows;
+    const uint32_t warp = threadIdx.x / NBI_WARP, row = row_of(threadIdx.x % ROWS);
+    const bool ends = threadIdx.x < ROWS && row < a.w.rows;
     ask_weights<KIND>(a, s);
     float bias[HAS], factor = 1;
     nbi_route_bias<HAS>(a.route, bias);
     if (ends && KIND != NBI_WEIGHT_F32) factor = a.w.row_scale[row];
-    nbi_norm_part weight, p;
-    weight.load(a.norm.weight, first, a.norm.width, true);
+    nbi_norm_one norm;
+    norm.load(a.norm, warp);
     nbi_let_next();
     nbi_wait_before();
-    nbi_norm_take<false>(&p, a.norm, 0, first, true, 0);
-    float squares = nbi_warp_sum(p.squares(0));
-    if (lane == 0) s.parts[warp] = squares;
-    if (a.norm.delta && own) p.store(a.norm.x_out, first, a.norm.width, true);
+    norm.take(a.norm, s.parts);
     nbi_copy_wait<0>();
     __syncthreads();
-    squares = nbi_norm_sum(s.parts, a.n_chunks);
-    if (blockIdx.x == 0 && threadIdx.x == 0) nbi_norm_guard(a.norm, 0, squares);
-    p.scale(nbi_norm_factor(a.norm, squares), weight);
-    p.store(s.x + first, 0, NBI_NORM_COLS, true);
-    if (own) p.store(a.norm.out, first, a.norm.width, true);
+    norm.end(a.norm, s.parts, a.n_chunks);
+    norm.x.store(s.x + norm.first, 0, NBI_NORM_COLS, true);
+    norm.leave(a.norm);
     __syncwarp();
     multiply_whole<KIND>(a, s, warp);
     __syncthreads();

@@ -158,24 +158,15 @@ template <bool RANKS> struct norm_work : linear_work {
     NBI_DEV void take_one(const nbi_stream_plan &plan, const nbi_stream_shared &s,
                           uint32_t warp) const
     {
-        const uint32_t n = norm_chunks.d, first = warp * NBI_NORM_COLS;
-        const bool own = nbi_is_own(warp);
-        nbi_norm_part p = {}, weight = {};
-        if (warp < n) weight.load(norm.weight, first, cols, true);
+        nbi_norm_one row = {};
+        row.load(norm, warp);
         nbi_wait_before();
-        if (warp < n) {
-            nbi_norm_take<false>(&p, norm, 0, first, true, 0);
-            const float squares = nbi_warp_sum(p.squares(0));
-            if (nbi_lane() == 0) s.sums[warp] = squares;
-            if (norm.delta && own) p.store(norm.x_out, first, cols, true);
-        }
+        row.take(norm, s.sums); /* free until the first products */
         nbi_sync_some(1, plan.warps * 32);
-        if (warp >= n) return;
-        const float squares = nbi_norm_sum(s.sums, n);
-        if (blockIdx.x == 0 && threadIdx.x == 0) nbi_norm_guard(norm, 0, squares);
-        p.scale(nbi_norm_factor(norm, squares), weight);
-        put<KIND>(plan, s, warp, 0, p);
-        if (own) p.store(norm.out, first, cols, true);
+        if (!row.has) return;
+        row.end(norm, s.sums, norm_chunks.d);
+        put<KIND>(plan, s, warp, 0, row.x);
+        row.leave(norm);
     }
 
     template <nbi_weight_kind KIND, uint32_t NT>

@@ -154,7 +154,8 @@ void nbi_moe_stream_run(nbi_cuda *c, const nbi_moe_layer *l, const nbi_moe_args 
 bool nbi_moe_one_fits(const nbi_cuda *c, const nbi_moe_layer *l, uint32_t n_rows);
 void nbi_moe_one_run(nbi_cuda *c, const nbi_moe_layer *l, const nbi_moe_args *a);
 
-/* moe_routed.cu: one row whose router and choice wait in front of it (nbi_cuda.route_pending). */
+/* moe_routed.cu: one row that fits moe_one.cu, whose router and choice wait in front of it
+ * (nbi_cuda.route_pending). */
 bool nbi_moe_routed_fits(nbi_cuda *c, const nbi_moe_layer *l, const nbi_moe_args *a);
 void nbi_moe_routed_run(nbi_cuda *c, const nbi_moe_layer *l, const nbi_moe_args *a);
 

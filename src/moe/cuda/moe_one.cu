@@ -147,8 +147,14 @@ uint32_t nbi_moe_one_grid(const nbi_cuda *c, const one_args *k)
     return grid_of(c, k->n_tiles);
 }
 
-/* How a product is cut; its shared memory: so much that no multiprocessor takes two blocks of the
- * next kernel while another has none. */
+/* So much that no multiprocessor takes two blocks of the next kernel while another has none. */
+uint32_t nbi_moe_one_shared(const nbi_cuda *c, uint32_t bytes, bool down)
+{
+    const uint32_t least = (uint32_t)c->rt.shared_max / (down ? 4 : 2) + 1024;
+    return bytes > least ? bytes : least;
+}
+
+/* How a product is cut; its shared memory. */
 static uint32_t divide(one_args *k, const nbi_cuda *c, const nbi_moe_layer *l, bool down)
 {
     const nbi_moe_weights &w = down ? l->down : l->gate_up;
@@ -167,8 +173,7 @@ static uint32_t divide(one_args *k, const nbi_cuda *c, const nbi_moe_layer *l, b
     k->group = nbi_divisor_of(nbi_stream_group(k->n_chunks, nbi_stream_unit_bytes(kind)));
     one_shared unused;
     const uint32_t bytes = one_lay_out(&unused, nullptr, k->units, nbi_stream_unit_bytes(kind));
-    const uint32_t least = (uint32_t)c->rt.shared_max / (down ? 4 : 2) + 1024;
-    return bytes > least ? bytes : least;
+    return nbi_moe_one_shared(c, bytes, down);
 }
 
 bool nbi_moe_one_fits(const nbi_cuda *c, const nbi_moe_layer *l, uint32_t n_rows)

@@ -284,8 +284,10 @@ NBI_DEV void one_up_end(const one_args &a, const one_shared &s, const one_up &up
         nbi_moe_swiglu(gate * gate_scale, up_sum * up_scale);
 }
 
-/* moe_one.cu: the arguments of gate_up (returned: its shared memory), its blocks, down. */
+/* moe_one.cu: the arguments of gate_up (returned: its shared memory), its blocks, down; the shared
+ * memory that a launch which needs `bytes` asks for. */
 uint32_t nbi_moe_one_up(one_args *k, const nbi_cuda *c, const nbi_moe_layer *l,
                         const nbi_moe_args *a, float *h);
 uint32_t nbi_moe_one_grid(const nbi_cuda *c, const one_args *k);
 void nbi_moe_one_down(nbi_cuda *c, const nbi_moe_layer *l, const nbi_moe_args *a, const float *h);
+uint32_t nbi_moe_one_shared(const nbi_cuda *c, uint32_t bytes, bool down);

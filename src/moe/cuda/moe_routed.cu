@@ -219,26 +219,17 @@ static NBI_DEV uint32_t number_of(const routed_args &a)
 static NBI_DEV uint32_t norm_row(const routed_args &a, const routed_shared &s, float *parts,
                                  uint32_t warp)
 {
-    const uint32_t first = warp * NBI_NORM_COLS;
-    const bool has = warp < a.n_chunks, own = nbi_is_own(warp);
-    nbi_norm_part p = {}, weight = {};
-    if (has) weight.load(a.norm.weight, first, a.norm.width, true);
+    nbi_norm_one row = {};
+    row.load(a.norm, warp);
     nbi_wait_before();
     const uint32_t number = warp <= CHOOSER ? number_of(a) : 0;
-    if (has) {
-        nbi_norm_take<false>(&p, a.norm, 0, first, true, 0);
-        const float squares = nbi_warp_sum(p.squares(0));
-        if (nbi_lane() == 0) parts[warp] = squares;
-        if (a.norm.delta && own) p.store(a.norm.x_out, first, a.norm.width, true);
-    }
+    row.take(a.norm, parts);
     nbi_copy_wait<0>();
     __syncthreads();
-    if (has) {
-        const float squares = nbi_norm_sum(parts, a.n_chunks);
-        if (blockIdx.x == 0 && threadIdx.x == 0) nbi_norm_guard(a.norm, 0, squares);
-        p.scale(nbi_norm_factor(a.norm, squares), weight);
-        p.store(s.x + first, 0, NBI_NORM_COLS, true);
-        if (own) p.store(a.norm.out, first, a.norm.width, true);
+    if (row.has) {
+        row.end(a.norm, parts, a.n_chunks);
+        row.x.store(s.x + row.first, 0, NBI_NORM_COLS, true);
+        row.leave(a.norm);
     }
     __syncthreads();
     return number;
@@ -321,18 +312,15 @@ static uint32_t bytes_of(const routed_args &k, nbi_weight_kind kind)
 
 template <nbi_weight_kind KIND> static void launch(nbi_cuda *c, const routed_args &k)
 {
-    const uint32_t bytes = bytes_of(k, KIND);
-    const uint32_t least = (uint32_t)c->rt.shared_max / 2 + 1024; /* as moe_one.cu */
     nbi_launch(&c->rt, dim3(nbi_moe_one_grid(c, &k.up)), dim3(ONE_WARPS * NBI_WARP),
-               bytes > least ? bytes : least,
+               nbi_moe_one_shared(c, bytes_of(k, KIND), false),
                is_few(k) ? routed_gate_up_kernel<KIND, 4> : routed_gate_up_kernel<KIND, 8>, k);
 }
 
 bool nbi_moe_routed_fits(nbi_cuda *c, const nbi_moe_layer *l, const nbi_moe_args *a)
 {
     /* blocks of two ranks on a device might wait for each other's places */
-    if (!c->route_pending || c->norm_peers || (c->ranks_per_device > 1 && !NBI_EMULATED) ||
-        !nbi_moe_one_fits(c, l, a->n_rows))
+    if (!c->route_pending || c->norm_peers || (c->ranks_per_device > 1 && !NBI_EMULATED))
         return false;
     const nbi_route_args *r = &c->route;
     const nbi_cuda_packed *w = nbi_cuda_packed_of(c->router.w);
