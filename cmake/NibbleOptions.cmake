@@ -6,6 +6,7 @@ option(NIBBLE_FUZZ "Build fuzz targets with libFuzzer (needs clang)" OFF)
 option(NIBBLE_WITH_PYTHON "Render chat templates with Jinja2 in an embedded Python" ON)
 option(NIBBLE_CUDA "Build the CUDA backend (needs nvcc)" OFF)
 option(NIBBLE_CUDA_EMULATED "Build the CUDA backend for the CPU, block by block: for tests" OFF)
+option(NIBBLE_WITH_CUTLASS "Build the MoE runner cutlass (needs CUTLASS: scripts/setup cutlass)" OFF)
 set(NIBBLE_SANITIZE "" CACHE STRING "Sanitizers, e.g. address,undefined or thread")
 
 if(NOT CMAKE_BUILD_TYPE)

@@ -40,7 +40,11 @@ ABSENT(cuda_grouped_fp4, CUDA_GROUPED_FP4_SUMMARY);
 #endif
 
 static const nbi_moe_runner_ops *const runners[] = {&nbi_moe_runner_cpu, &nbi_moe_runner_reference,
-                                                    CUDA_RUNNERS, NULL};
+                                                    CUDA_RUNNERS,
+#if NBI_WITH_CUTLASS
+                                                    &nbi_moe_runner_cutlass,
+#endif
+                                                    NULL};
 
 #define TRTLLM_WHY                                                                            \
     "its kernels (trtllm-gen) exist for SM100 and SM103 only; use \"flashinfer_cutlass\" or " \
@@ -48,7 +52,8 @@ static const nbi_moe_runner_ops *const runners[] = {&nbi_moe_runner_cpu, &nbi_mo
 
 /* Names that users bring from other engines and that mean kernels for GPUs: the runner that does
  * that algorithm here, or why there is none. `sm100`: the name means kernels of SM100 and SM103; on
- * another device `why` holds. */
+ * another device `why` holds. Where a build has a runner of the name (cutlass), that comes first,
+ * and what it does not take is done as without it. */
 static const struct foreign {
     const char *name, *runner, *why;
     bool sm100;
@@ -136,10 +141,14 @@ static nb_status choose_foreign(const nbi_moe_runner_ops **out, const struct for
     const bool fp4 = f->fp4 && shape->w4a4 && b->sm / 10 == 12;
     const nbi_moe_runner_ops *r = find(fp4 ? f->fp4 : f->runner);
     NB_ASSERT(r);
-    NB_TRY(choose_named(out, r, f->name, b, shape, err));
-    nbi_log(NB_LOG_INFO, "MoE runner \"%s\": \"%s\" does that here (%s)", f->name, r->name,
-            r->summary);
-    return NB_OK;
+    return choose_named(out, r, f->name, b, shape, err);
+}
+
+static const struct foreign *find_foreign(const char *name)
+{
+    for (size_t i = 0; i < sizeof foreign / sizeof *foreign; i++)
+        if (strcmp(foreign[i].name, name) == 0) return &foreign[i];
+    return NULL;
 }
 
 nb_status nbi_moe_runner_choose(const nbi_moe_runner_ops **out, const char *name,
@@ -147,9 +156,15 @@ nb_status nbi_moe_runner_choose(const nbi_moe_runner_ops **out, const char *name
 {
     if (!name || strcmp(name, "auto") == 0) return choose_auto(out, b, shape, err);
     const nbi_moe_runner_ops *r = find(name);
-    if (r) return choose_named(out, r, name, b, shape, err);
-    for (size_t i = 0; i < sizeof foreign / sizeof *foreign; i++)
-        if (strcmp(foreign[i].name, name) == 0)
-            return choose_foreign(out, &foreign[i], b, shape, err);
-    return fail_unknown(name, err);
+    const struct foreign *f = find_foreign(name);
+    if (!f) return r ? choose_named(out, r, name, b, shape, err) : fail_unknown(name, err);
+    char why[256] = "";
+    if (r && r->supports(b, shape, why, sizeof why)) {
+        *out = r;
+        return NB_OK;
+    }
+    NB_TRY(choose_foreign(out, f, b, shape, err));
+    nbi_log(NB_LOG_INFO, "MoE runner \"%s\": \"%s\" does that here (%s)%s%s", name, (*out)->name,
+            (*out)->summary, r ? "; " : "", why);
+    return NB_OK;
 }

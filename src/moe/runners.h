@@ -18,6 +18,8 @@ extern const nbi_moe_runner_ops nbi_moe_runner_cuda_grouped;
 extern const nbi_moe_runner_ops nbi_moe_runner_cuda_masked;
 extern const nbi_moe_runner_ops nbi_moe_runner_cuda_masked_fp4;
 extern const nbi_moe_runner_ops nbi_moe_runner_cuda_grouped_fp4;
+/* cuda/moe_cutlass.cu, in builds with CUTLASS (NBI_WITH_CUTLASS) */
+extern const nbi_moe_runner_ops nbi_moe_runner_cutlass;
 
 #define NBI_MOE_CUDA_SUMMARY \
     "cuda_stream up to 12 rows of an expert, else cuda_grouped: one prepared form"
@@ -30,6 +32,8 @@ extern const nbi_moe_runner_ops nbi_moe_runner_cuda_grouped_fp4;
 #define NBI_MOE_CUDA_MASKED_FP4_SUMMARY \
     "as cuda_masked, NVFP4 by NVFP4: SM120's FP4 products, elsewhere FP16 in their place"
 #define NBI_MOE_CUDA_GROUPED_FP4_SUMMARY "as cuda_grouped, by the products of cuda_masked_fp4"
+#define NBI_MOE_CUTLASS_SUMMARY \
+    "as cuda_grouped through CUTLASS: weights of the chosen experts are unpacked to 16 bits first"
 
 /* Checks what every runner needs: known kinds, equal shapes over the experts, columns that NVFP4
  * allows. NB_INVALID naming the matrix. */

@@ -485,8 +485,13 @@ static void test_names(void **state)
         {"cuda_masked_fp4", "cuda_masked_fp4", "cuda_masked_fp4", NULL},
         {"cuda_grouped_fp4", "cuda_grouped_fp4", "cuda_grouped_fp4", NULL},
         {"flashinfer_cutedsl", "cuda_masked", "cuda_masked_fp4", "cuda_masked"},
+#if NBI_WITH_CUTLASS
+        {"flashinfer_cutlass", "cutlass", "cutlass", "cutlass"},
+        {"cutlass", "cutlass", "cutlass", "cutlass"},
+#else
         {"flashinfer_cutlass", "cuda_grouped", "cuda_grouped_fp4", "cuda_grouped"},
         {"cutlass", "cuda_grouped", "cuda_grouped_fp4", "cuda_grouped"},
+#endif
         {"marlin", "cuda_grouped", "cuda_grouped", "cuda_grouped"},
     };
     const int sm = b->sm;
