@@ -122,13 +122,12 @@ template <bool CODES> NBI_DEV void produce(const nbi_cuda_attend &a, block_memor
     const block_part &p = s->part; /* not in registers */
     const uint32_t old = a.select ? 0 : (uint32_t)a.pos[a.seq_first[p.g.seq]];
     bool waited = a.select != NULL; /* by latent_kernel() */
-    if (waited) nbi_let_next();
+    nbi_let_next(); /* without a list: the next one reads nothing that the kernel before made */
     uint32_t part = PARTS * p.begin + threadIdx.x / NBI_WARP;
     long long place = find_place(a, p.g, part);
     for (; part < PARTS * p.end; part += PARTS) {
         if (!waited && (part + 1) * PART > old) {
             nbi_wait_before();
-            nbi_let_next();
             waited = true;
         }
         const uint32_t count = part / PARTS - p.begin, at = count % STAGES,
@@ -152,10 +151,7 @@ template <bool CODES> NBI_DEV void produce(const nbi_cuda_attend &a, block_memor
     }
     nbi_copy_commit();
     nbi_copy_wait<0>(); /* none is on its way when a thread ends */
-    if (!waited) {
-        nbi_wait_before();
-        nbi_let_next();
-    }
+    if (!waited) nbi_wait_before();
 }
 
 /* ---------------------------------------------------------------- queries */
@@ -166,21 +162,28 @@ NBI_DEV uint32_t row_of(uint32_t slot)
     return slot / 8 * 16 + slot % 8;
 }
 
-/* The third and fourth warpgroup: all of a thread's values are asked for at once. */
+/* The third and fourth warpgroup, behind the kernel before: all of a thread's values are asked for
+ * at once. */
 NBI_DEV void load_queries(const nbi_cuda_attend &a, block_memory *s)
 {
     constexpr uint32_t PIECES = SLOTS * (WIDTH / 8) / (2 * GROUP); /* of eight values */
     static_assert(PIECES * 2 * GROUP == SLOTS * (WIDTH / 8), "whole pieces");
     const uint32_t thread = threadIdx.x - 2 * GROUP;
+    const float *q[PIECES];
+#pragma unroll
+    for (uint32_t i = 0; i < PIECES; i++) {
+        const uint32_t at = thread + i * 2 * GROUP;
+        const nbi_attend_slot &slot = s->slot[at / (WIDTH / 8)];
+        q[i] = slot.n ? a.q + slot.row * a.q_row + slot.head * a.q_head + 8 * (at % (WIDTH / 8))
+                      : NULL;
+    }
+    nbi_wait_before();
     nbi_f32x4 x[PIECES][2] = {};
 #pragma unroll
     for (uint32_t i = 0; i < PIECES; i++) {
-        const uint32_t at = thread + i * 2 * GROUP, c = at % (WIDTH / 8);
-        const nbi_attend_slot &slot = s->slot[at / (WIDTH / 8)];
-        if (!slot.n) continue;
-        const float *q = a.q + slot.row * a.q_row + slot.head * a.q_head + 8 * c;
-        x[i][0] = *reinterpret_cast<const nbi_f32x4 *>(q);
-        x[i][1] = *reinterpret_cast<const nbi_f32x4 *>(q + 4);
+        if (!q[i]) continue;
+        x[i][0] = *reinterpret_cast<const nbi_f32x4 *>(q[i]);
+        x[i][1] = *reinterpret_cast<const nbi_f32x4 *>(q[i] + 4);
     }
 #pragma unroll
     for (uint32_t i = 0; i < PIECES; i++) {
@@ -311,8 +314,9 @@ NBI_DEV void make_probabilities(const nbi_cuda_attend &a, const block_part &p, b
 
 /* ---------------------------------------------------------------- sums */
 
-/* o[b][4 j + i]: of the thread's slot, columns 256 half + 128 b + 8 j + 2t + i % 2; from i = 2 on
- * by the lower halves of probabilities. */
+/* o[b][4 j + i]: of the thread's slot, columns first_column() + 128 b + 8 j + i % 2; from i = 2 on
+ * by the lower halves of probabilities. Of SHARE 2 blocks that have the same tiles each sums half
+ * of the columns: only b = 0. */
 struct sums {
     float o[2][64];
 };
@@ -323,10 +327,17 @@ NBI_DEV float sum_of(const sums &x, int b, int j, int i)
     return x.o[b][4 * j + i] + x.o[b][4 * j + 2 + i];
 }
 
-/* Which half of the columns, so that the compiler sees it is one for the warp; all lanes. */
-NBI_DEV uint32_t column_half()
+/* The warpgroup's first column, so that the compiler sees it is one for the warp; all lanes. */
+template <int SHARE> NBI_DEV uint32_t group_column()
 {
-    return __shfl_sync(NBI_FULL_MASK, threadIdx.x / GROUP, 0) - 2;
+    return (__shfl_sync(NBI_FULL_MASK, threadIdx.x / GROUP, 0) - 2) * (256 / SHARE) +
+           blockIdx.z % SHARE * (LATENT / 2);
+}
+
+/* Where the thread's first columns lie in a slot's row of values. */
+template <int SHARE> NBI_DEV uint32_t first_column()
+{
+    return group_column<SHARE>() + (uint32_t)nbi_lane() % 4 * 2;
 }
 
 /* This warp has read it. */
@@ -337,20 +348,21 @@ NBI_DEV void give_back(uint64_t *empty)
 }
 
 /* x += P V, or = of a split's first tile. Gives the tile's stages back. */
+template <int SHARE>
 NBI_DEV void add_values(sums &x, block_memory *s, uint32_t at, bool more, float keep)
 {
     if (more && !__all_sync(NBI_FULL_MASK, keep == 1.0f))
 #pragma unroll
-        for (int i = 0; i < 128; i++) x.o[i / 64][i % 64] *= keep;
+        for (int i = 0; i < 128 / SHARE; i++) x.o[i / 64][i % 64] *= keep;
     const uint64_t p = nbi_wgmma_b(s->p);
-    const uint64_t v = nbi_wgmma_lying(s->tile[at][column_half() * 4], TILE * 128);
+    const uint64_t v = nbi_wgmma_lying(s->tile[at][group_column<SHARE>() / 64], TILE * 128);
     nbi_wgmma_hold(x.o[0]);
-    nbi_wgmma_hold(x.o[1]);
+    if (SHARE == 1) nbi_wgmma_hold(x.o[1]);
     nbi_wgmma_begin();
 #pragma unroll
     for (int k = 0; k < 4; k++) {
 #pragma unroll
-        for (int b = 0; b < 2; b++)
+        for (int b = 0; b < 2 / SHARE; b++)
             nbi_wgmma_across<128>(x.o[b], p + 2 * k, v + 128 * k + b * (TILE * 128 / 8), more || k);
         if (k % 2) nbi_wgmma_commit();
     }
@@ -358,7 +370,7 @@ NBI_DEV void add_values(sums &x, block_memory *s, uint32_t at, bool more, float 
     give_back(&s->empty[at][0]);
     nbi_wgmma_wait<0>();
     nbi_wgmma_hold(x.o[0]);
-    nbi_wgmma_hold(x.o[1]);
+    if (SHARE == 1) nbi_wgmma_hold(x.o[1]);
     give_back(&s->empty[at][1]);
 }
 
@@ -378,25 +390,22 @@ NBI_DEV void clear(merged &run)
     for (int i = 0; i < 64; i++) run.x[i] = 0;
 }
 
-/* Where the thread's first columns lie in a slot's row of values. */
-NBI_DEV uint32_t first_column()
-{
-    return (threadIdx.x / GROUP - 2) * 256 + (uint32_t)nbi_lane() % 4 * 2;
-}
-
 /* A split that ends to the scratch. */
+template <int SHARE>
 NBI_DEV void store_split(const nbi_cuda_attend &a, const nbi_attend_slot &slot, const sums &x,
-                         uint32_t splits, uint32_t split, float m, float l)
+                         uint32_t splits, uint32_t tile, uint32_t tiles, float m, float l)
 {
-    float *to = nbi_attend_partial(a, splits, slot.row, split, slot.head);
-    float *at = to + first_column();
+    const uint32_t column = first_column<SHARE>();
+    if (slot.n <= tile / tiles * tiles * TILE) return;
+    float *to = nbi_attend_partial(a, splits, slot.row, tile / tiles, slot.head);
+    float *at = to + column;
 #pragma unroll
-    for (int b = 0; b < 2; b++)
+    for (int b = 0; b < 2 / SHARE; b++)
 #pragma unroll
         for (int j = 0; j < 16; j++)
             *reinterpret_cast<nbi_f32x2 *>(at + 128 * b +
                                            8 * j) = {{sum_of(x, b, j, 0), sum_of(x, b, j, 1)}};
-    if (first_column() == 0) *reinterpret_cast<nbi_f32x2 *>(to + LATENT) = {{m, l}};
+    if (column == 0) *reinterpret_cast<nbi_f32x2 *>(to + LATENT) = {{m, l}};
 }
 
 /* The same into `run`. */
@@ -408,7 +417,7 @@ NBI_DEV void merge_split(const nbi_cuda_attend &a, const sums &x, merged &run, f
         run.x[i] = nbi_attend_merged(f, run.x[i], sum_of(x, i / 32, i % 32 / 2, i % 2));
 }
 
-template <bool WALK>
+template <bool WALK, int SHARE>
 NBI_DEV void add_tiles(const nbi_cuda_attend &a, const block_part &p, block_memory *s,
                        uint32_t splits)
 {
@@ -424,19 +433,15 @@ NBI_DEV void add_tiles(const nbi_cuda_attend &a, const block_part &p, block_memo
         nbi_bar_wait(&s->p_full, count & 1);
         nbi_shared_to_async();
         const float keep = s->keep[own], m = s->m[own], l = s->sum[own];
-        add_values(x, s, count % STAGES, (tile & last) != 0, keep);
+        add_values<SHARE>(x, s, count % STAGES, (tile & last) != 0, keep);
         nbi_bar_arrive(&s->p_empty);
-        if (ends && slot.n > (tile & ~last) * TILE) {
-            if (WALK)
-                merge_split(a, x, run, m, l);
-            else
-                store_split(a, slot, x, splits, tile / (last + 1), m, l);
-        }
+        if (ends && WALK && slot.n > (tile & ~last) * TILE) merge_split(a, x, run, m, l);
+        if (ends && !WALK) store_split<SHARE>(a, slot, x, splits, tile, last + 1, m, l);
         __syncwarp();
     }
     if (!WALK || !slot.n) return;
     const float inverse = 1.0f / run.l;
-    float *to = a.out + slot.row * a.out_row + slot.head * a.out_head + first_column();
+    float *to = a.out + slot.row * a.out_row + slot.head * a.out_head + first_column<1>();
 #pragma unroll
     for (int j = 0; j < 32; j++)
         *reinterpret_cast<nbi_f32x2 *>(to + 8 * j) = {
@@ -457,7 +462,7 @@ NBI_DEV void store_nothing(const nbi_cuda_attend &a, const nbi_attend_group &g, 
 }
 
 /* False: the block has nothing to do. */
-template <bool WALK>
+template <bool WALK, int SHARE>
 NBI_DEV bool find_part(const nbi_cuda_attend &a, uint32_t group_rows, block_part *p)
 {
     /* the longest rows first */
@@ -465,8 +470,8 @@ NBI_DEV bool find_part(const nbi_cuda_attend &a, uint32_t group_rows, block_part
     p->slot0 = blockIdx.y * SLOTS;
     const uint32_t per_split = p->g.split / TILE, tiles = (p->g.n + TILE - 1) / TILE;
     const uint32_t many = (tiles + per_split - 1) / per_split;
-    const uint32_t each = (many + gridDim.z - 1) / gridDim.z * per_split;
-    p->begin = WALK ? 0 : blockIdx.z * each;
+    const uint32_t blocks = gridDim.z / SHARE, each = (many + blocks - 1) / blocks * per_split;
+    p->begin = WALK ? 0 : blockIdx.z / SHARE * each;
     p->end = WALK || p->begin + each > tiles ? tiles : p->begin + each;
     return p->slot0 < p->g.n_rows * a.n_heads && (WALK || p->begin < tiles);
 }
@@ -487,7 +492,7 @@ NBI_DEV void open_barriers(block_memory *s)
 }
 
 /* Whole splits of a group per block; WALK: all of them. */
-template <bool WALK, bool CODES>
+template <bool WALK, bool CODES, int SHARE>
 static __global__ void __launch_bounds__(THREADS, 1)
     latent_kernel(nbi_cuda_attend a, uint32_t group_rows, uint32_t splits)
 {
@@ -496,7 +501,7 @@ static __global__ void __launch_bounds__(THREADS, 1)
     } else {
         if (a.select) nbi_wait_before(); /* the batch is older than the kernel before, lists not */
         block_part p;
-        const bool works = find_part<WALK>(a, group_rows, &p);
+        const bool works = find_part<WALK, SHARE>(a, group_rows, &p);
         if (!works || p.g.n == 0) {
             nbi_wait_before();
             if (works && WALK) store_nothing(a, p.g, p.slot0);
@@ -514,29 +519,34 @@ static __global__ void __launch_bounds__(THREADS, 1)
         } else if (threadIdx.x < 2 * GROUP) {
             nbi_registers<SCORE_REGISTERS, false>();
             nbi_wait_before();
-            nbi_let_next();
             nbi_bar_wait(&s->queries, 0);
             make_probabilities(a, s->part, s);
         } else {
             nbi_registers<SUM_REGISTERS, true>();
-            nbi_wait_before();
-            nbi_let_next();
             load_queries(a, s);
             nbi_bar_arrive(&s->queries);
-            add_tiles<WALK>(a, s->part, s, splits);
+            add_tiles<WALK, SHARE>(a, s->part, s, splits);
         }
     }
 }
 
 /* ---------------------------------------------------------------- launches */
 
-template <bool WALK>
+template <bool WALK, int SHARE>
 static void launch(nbi_cuda *c, const nbi_cuda_attend *a, uint32_t splits, uint32_t z)
 {
     const nbi_attend_grid g = nbi_attend_grid_of(a, SLOTS);
-    nbi_launch(&c->rt, dim3(a->n_rows, g.parts, z), dim3(THREADS), sizeof(block_memory),
-               a->codes ? latent_kernel<WALK, true> : latent_kernel<WALK, false>, *a, g.rows,
-               splits);
+    nbi_launch(&c->rt, dim3(a->n_rows, g.parts, z * SHARE), dim3(THREADS), sizeof(block_memory),
+               a->codes ? latent_kernel<WALK, true, SHARE> : latent_kernel<WALK, false, SHARE>, *a,
+               g.rows, splits);
+}
+
+/* Whether two blocks share the columns of z blocks a row. Those of more than one row must find
+ * room beside the kernel before, or half of them begin late. */
+static bool shares(const nbi_cuda *c, const nbi_cuda_attend *a, uint32_t z)
+{
+    const uint32_t blocks = nbi_attend_grid_of(a, SLOTS).blocks, sms = (uint32_t)c->rt.n_sms;
+    return 2 * z * blocks <= (blocks == 1 ? sms : sms * 3 / 8);
 }
 
 bool nbi_cuda_attend_wide(nbi_cuda *c, const nbi_cuda_attend *a, uint32_t *unmerged)
@@ -550,10 +560,13 @@ bool nbi_cuda_attend_wide(nbi_cuda *c, const nbi_cuda_attend *a, uint32_t *unmer
     const size_t row = nbi_cuda_attend_row_bytes(a->max_len, a->n_heads, a->v_width);
     /* two blocks a row would take longer: their partial sums go to memory and back */
     if (z > 2 && a->partial_bytes / row >= a->n_rows) {
-        launch<false>(c, a, splits, z);
+        if (shares(c, a, z))
+            launch<false, 2>(c, a, splits, z);
+        else
+            launch<false, 1>(c, a, splits, z);
         *unmerged = splits;
     } else {
-        launch<true>(c, a, splits, 1);
+        launch<true, 1>(c, a, splits, 1);
     }
     return true;
 }

@@ -18,13 +18,10 @@
 /* Block (0, t) appends the latent, the others turn pairs of the queries. */
 static __global__ void mla_append_kernel(nbi_mla_rows a)
 {
+    const size_t t = blockIdx.y;
+    if (blockIdx.x == 0) return nbi_mla_append_latent(a, t, false);
     nbi_wait_before();
     nbi_let_next();
-    const size_t t = blockIdx.y;
-    if (blockIdx.x == 0) {
-        nbi_mla_append_latent(a, t);
-        return;
-    }
     const uint32_t half = a.rope_dim / 2, pair = (blockIdx.x - 1) * THREADS + threadIdx.x;
     if (pair >= a.n_heads * half) return;
     const uint32_t h = pair / half, i = pair % half;
@@ -263,25 +260,22 @@ template <bool BF16> static __global__ void expand_kernel(nbi_mla_product a)
 
 /* ---------------------------------------------------------------- products by matrix units */
 
-/* Columns of W_UK per block, 16 per warp: for few rows more blocks, for many fewer that make halves
- * of the same queries. */
-template <int NT> constexpr uint32_t absorb_columns = NT == 1 ? 64 : 128;
+/* Columns of W_UK per block, 16 per warp. With 20 heads multiprocessors are left where blocks of
+ * attention, which need all of one, begin at once. */
+#define ABSORB 128u
 
-/* APPEND: a last row of blocks appends the latents. */
+/* APPEND: the last blocks append a latent each. */
 template <int NT, bool APPEND>
-static __global__ void __launch_bounds__(absorb_columns<NT> * 2)
-    absorb_mma_kernel(nbi_mla_product a, nbi_mla_rows append)
+static __global__ void __launch_bounds__(ABSORB * 2)
+    absorb_mma_kernel(nbi_mla_product a, nbi_mla_rows append, uint32_t products)
 {
-    if (APPEND && blockIdx.y + 1 == gridDim.y) {
-        nbi_wait_before();
-        nbi_let_next();
-        for (uint32_t i = blockIdx.x; i < 8 * NT; i += gridDim.x)
-            if (blockIdx.z * 8 * NT + i < a.n_rows)
-                nbi_mla_append_latent(append, blockIdx.z * 8 * NT + i);
-        return;
-    }
-    constexpr uint32_t COLS = absorb_columns<NT>;
-    nbi_mla_absorb<NT, APPEND, COLS>(a, append, blockIdx.x, blockIdx.y * COLS, blockIdx.z * 8 * NT);
+    const uint32_t r0 = blockIdx.y * 8 * NT;
+    if (!APPEND || blockIdx.x < products)
+        return nbi_mla_absorb<NT, APPEND, ABSORB>(a, append, blockIdx.x % a.n_heads,
+                                                  blockIdx.x / a.n_heads * ABSORB, r0);
+    const uint32_t row = r0 + blockIdx.x - products;
+    if (row < a.n_rows) return nbi_mla_append_latent(append, row, NT == 1);
+    nbi_wait_before();
 }
 
 #define EXPAND_OUTPUTS 64u /* of W_UV per block, for few rows: 16 per warp */
@@ -417,15 +411,19 @@ static __global__ void expand_few_kernel(nbi_mla_product a, nbi_cuda_attend s, u
     nbi_copy_commit();
     __shared__ uint32_t lengths[8];
     if (SPLITS && threadIdx.x < n) lengths[threadIdx.x] = nbi_attend_length(s, threadIdx.x);
+    for (uint32_t i = threadIdx.x; i < (8 - n) * stride / 2; i += EXPAND_THREADS) {
+        reinterpret_cast<uint32_t *>(hi + n * stride)[i] = 0;
+        reinterpret_cast<uint32_t *>(lo + n * stride)[i] = 0;
+    }
+    if (SPLITS) __syncthreads();
     nbi_wait_before();
     nbi_let_next();
     if (SPLITS) {
-        __syncthreads();
-        const uint32_t pairs = a.lora / 2;
-        for (uint32_t i = threadIdx.x; i < 8 * pairs; i += EXPAND_THREADS) {
-            const uint32_t r = i / pairs, c = i % pairs * 2;
-            nbi_f32x2 x = {{0, 0}};
-            if (r < n) x = merge_pair(s, splits, r, lengths[r], h, c);
+        uint32_t c = 2 * threadIdx.x;
+        for (uint32_t r = 0; r < n; c += 2 * EXPAND_THREADS) {
+            for (; c >= a.lora; c -= a.lora) r++;
+            if (r >= n) break;
+            const nbi_f32x2 x = merge_pair(s, splits, r, lengths[r], h, c);
             nbi_halves(x.v[0], x.v[1], reinterpret_cast<uint32_t *>(hi + r * stride + c),
                        reinterpret_cast<uint32_t *>(lo + r * stride + c));
         }
@@ -438,23 +436,27 @@ static __global__ void expand_few_kernel(nbi_mla_product a, nbi_cuda_attend s, u
     const uint32_t own = threadIdx.x / NBI_WARP * 16;
     if (own >= EXPAND_OUTPUTS) return;
     float d[NBI_MLA_SUMS][1][4] = {};
-    for (uint32_t c0 = 0; c0 < a.lora; c0 += 32 * NBI_MLA_SUMS)
+    const auto step = [&](float(&sum)[4], uint32_t c) {
+        const uint16_t *at = w + (own + lane / 4) * stride + c;
+        const nbi_u32x4 w0 = *reinterpret_cast<const nbi_u32x4 *>(at);
+        const nbi_u32x4 w1 = *reinterpret_cast<const nbi_u32x4 *>(at + 8 * stride);
+        const nbi_u32x4 u = *reinterpret_cast<nbi_u32x4 *>(hi + lane / 4 * stride + c);
+        const nbi_u32x4 v = *reinterpret_cast<nbi_u32x4 *>(lo + lane / 4 * stride + c);
 #pragma unroll
-        for (uint32_t p = 0; p < NBI_MLA_SUMS; p++) {
-            if (c0 + 32 * p >= a.lora) break;
-            const uint32_t c = c0 + 32 * p + lane % 4 * 8;
-            const uint16_t *at = w + (own + lane / 4) * stride + c;
-            const nbi_u32x4 w0 = *reinterpret_cast<const nbi_u32x4 *>(at);
-            const nbi_u32x4 w1 = *reinterpret_cast<const nbi_u32x4 *>(at + 8 * stride);
-            const nbi_u32x4 u = *reinterpret_cast<nbi_u32x4 *>(hi + lane / 4 * stride + c);
-            const nbi_u32x4 v = *reinterpret_cast<nbi_u32x4 *>(lo + lane / 4 * stride + c);
-#pragma unroll
-            for (uint32_t i = 0; i < 4; i += 2) {
-                const uint32_t f[4] = {w0.v[i], w1.v[i], w0.v[i + 1], w1.v[i + 1]};
-                nbi_mma_bf16(d[p][0], f, u.v + i);
-                nbi_mma_bf16(d[p][0], f, v.v + i);
-            }
+        for (uint32_t i = 0; i < 4; i += 2) {
+            const uint32_t f[4] = {w0.v[i], w1.v[i], w0.v[i + 1], w1.v[i + 1]};
+            nbi_mma_bf16(sum, f, u.v + i);
+            nbi_mma_bf16(sum, f, v.v + i);
         }
+    };
+    uint32_t c = lane % 4 * 8;
+    for (; c + 32 * (NBI_MLA_SUMS - 1) < a.lora; c += 32 * NBI_MLA_SUMS)
+#pragma unroll
+        for (uint32_t p = 0; p < NBI_MLA_SUMS; p++) step(d[p][0], c + 32 * p);
+#pragma unroll
+    for (uint32_t p = 0; p < NBI_MLA_SUMS;
+         p++) /* with checks no step would begin before the last */
+        if (c + 32 * p < a.lora) step(d[p][0], c + 32 * p);
     nbi_mla_store<1>(d, a.y + (size_t)h * a.v, (size_t)a.n_heads * a.v, n, block0 + own, a.v,
                      a.scale);
 }
@@ -463,23 +465,18 @@ static __global__ void expand_few_kernel(nbi_mla_product a, nbi_cuda_attend s, u
 static bool by_mma(const nbi_cuda *c, const nbi_cuda_kv_b *w, const nbi_mla_product *a)
 {
     return w->bf16 && a->halves && a->nope % 16 == 0 && a->lora % 32 == 0 && a->nope &&
-           a->lora <= 1024 &&
-           nbi_mla_absorb_shared<1>(a->nope, absorb_columns<1>) <= c->rt.shared_max;
+           a->lora <= 1024 && nbi_mla_absorb_shared<1>(a->nope, ABSORB) <= c->rt.shared_max;
 }
 
 template <int NT>
 static void launch_absorb_mma(nbi_cuda *c, const nbi_mla_product *a, const nbi_mla_rows *append)
 {
-    const uint32_t columns = nbi_ceil_div(a->lora, absorb_columns<NT>),
-                   z = nbi_ceil_div(a->n_rows, 8 * NT);
-    if (append)
-        nbi_launch(&c->rt, dim3(a->n_heads, columns + 1, z), dim3(2 * absorb_columns<NT>),
-                   nbi_mla_absorb_shared<NT>(a->nope, absorb_columns<NT>),
-                   absorb_mma_kernel<NT, true>, *a, *append);
-    else
-        nbi_launch(&c->rt, dim3(a->n_heads, columns, z), dim3(2 * absorb_columns<NT>),
-                   nbi_mla_absorb_shared<NT>(a->nope, absorb_columns<NT>),
-                   absorb_mma_kernel<NT, false>, *a, nbi_mla_rows{});
+    const uint32_t products = a->n_heads * nbi_ceil_div(a->lora, ABSORB), most = 8 * NT,
+                   rows = a->n_rows < most ? a->n_rows : most;
+    const dim3 grid(products + (append ? rows : 0), nbi_ceil_div(a->n_rows, most));
+    nbi_launch(&c->rt, grid, dim3(2 * ABSORB), nbi_mla_absorb_shared<NT>(a->nope, ABSORB),
+               append ? absorb_mma_kernel<NT, true> : absorb_mma_kernel<NT, false>, *a,
+               append ? *append : nbi_mla_rows{}, products);
 }
 
 template <int NT> static void launch_expand_mma(nbi_cuda *c, const nbi_mla_product *a)
@@ -495,8 +492,7 @@ static void absorb(nbi_cuda *c, const nbi_cuda_kv_b *w, const nbi_mla_product *a
                    const nbi_mla_rows *append)
 {
     if (by_mma(c, w, a)) {
-        if (a->n_rows > 8 &&
-            nbi_mla_absorb_shared<4>(a->nope, absorb_columns<4>) <= c->rt.shared_max)
+        if (a->n_rows > 8 && nbi_mla_absorb_shared<4>(a->nope, ABSORB) <= c->rt.shared_max)
             launch_absorb_mma<4>(c, a, append);
         else
             launch_absorb_mma<1>(c, a, append);

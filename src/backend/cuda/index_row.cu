@@ -118,9 +118,9 @@ static NBI_DEV void take_weights(const row_work &k, uint32_t t, float row_scale,
 static NBI_DEV void absorb(const row_work &k, uint32_t i)
 {
     if (blockIdx.y || i < k.absorb.n_rows) {
+        if (!blockIdx.y) return nbi_mla_append_latent(k.latents, i, false);
         nbi_wait_before();
         nbi_let_next();
-        if (!blockIdx.y) nbi_mla_append_latent(k.latents, i);
         return;
     }
     const uint32_t j = i - k.absorb.n_rows;

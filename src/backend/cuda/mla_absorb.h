@@ -41,6 +41,20 @@ NBI_DEV void nbi_mla_own(const float *x, uint32_t n, float (&own)[NBI_MLA_OWN])
     }
 }
 
+/* Counts from the block's last thread: it has something else to do than the first. */
+NBI_DEV uint32_t nbi_mla_last()
+{
+    return blockDim.x - 1 - threadIdx.x;
+}
+
+/* Cosine and sine of pair i of row t. */
+NBI_DEV nbi_f32x2 nbi_mla_angle(const nbi_mla_rows &a, size_t t, uint32_t i)
+{
+    const size_t at = t * (a.rope.dim / 2) + i;
+    if (i >= a.rope_dim / 2) return {{1, 0}};
+    return {{a.rope.cos[at], a.rope.sin[at]}};
+}
+
 /* The sum of squares of n values, as 256 threads add it: 32 values apart by their warps, then the
  * warps in order. The block may have fewer. own: of nbi_mla_own(). */
 NBI_DEV float nbi_mla_square_sum(const float *x, uint32_t n, const float (&own)[NBI_MLA_OWN])
@@ -71,35 +85,45 @@ NBI_DEV float nbi_mla_square_sum(const float *x, uint32_t n, const float (&own)[
     return sum;
 }
 
-/* The rope key of row t, turned; by the block's last threads. */
+/* The rope key of row t, turned; by the block's last threads, of whose first pair the angle is
+ * there. */
 NBI_DEV void nbi_mla_append_key(const nbi_mla_rows &a, size_t t, const float *kv, void *key,
-                                size_t at)
+                                size_t at, nbi_f32x2 turn)
 {
-    for (uint32_t i = blockDim.x - 1 - threadIdx.x; i < a.rope_dim / 2; i += blockDim.x) {
+    for (uint32_t i = nbi_mla_last(); i < a.rope_dim / 2; i += blockDim.x) {
         uint32_t iu, iv;
         nbi_rope_pair(a.rope, i, &iu, &iv);
         float u = kv[a.lora + iu], v = kv[a.lora + iv];
-        nbi_rope_turn(a.rope, t, i, &u, &v);
+        if (i == nbi_mla_last())
+            nbi_rope_turn_by(turn.v[0], turn.v[1], &u, &v);
+        else
+            nbi_rope_turn(a.rope, t, i, &u, &v);
         nbi_kv_store(key, at + iu, a.bf16, u);
         nbi_kv_store(key, at + iv, a.bf16, v);
     }
 }
 
-NBI_DEV void nbi_mla_append_latent(const nbi_mla_rows &a, size_t t)
+/* The latent of row t and its key. Weights, angles and the position's place are looked up before
+ * the kernel before is waited for: they are older. early: the next one may begin before that. */
+NBI_DEV void nbi_mla_append_latent(const nbi_mla_rows &a, size_t t, bool early)
 {
     const float *kv = a.kv + t * a.kv_stride;
     const uint32_t p = (uint32_t)a.pos[t];
     float x[NBI_MLA_OWN], norm[NBI_MLA_OWN];
-    nbi_mla_own(kv, a.lora, x);
     nbi_mla_own(a.norm, a.lora, norm);
+    const nbi_f32x2 turn = nbi_mla_angle(a, t, nbi_mla_last());
     const size_t page = nbi_kv_page(a.page_table, a.page_stride, a.row_seq[t], p);
     const size_t slot = page * NBI_PAGE_TOKENS + p % NBI_PAGE_TOKENS;
     const size_t at = slot * (a.lora + a.rope_dim);
+    if (early) nbi_let_next();
+    nbi_wait_before();
+    if (!early) nbi_let_next();
+    nbi_mla_own(kv, a.lora, x);
     uint8_t *to = static_cast<uint8_t *>(a.latent) + slot * (size_t)a.shape.slot;
     if (a.codes)
-        nbi_mla_append_key(a, t, kv, to + a.shape.tail, 0);
+        nbi_mla_append_key(a, t, kv, to + a.shape.tail, 0, turn);
     else
-        nbi_mla_append_key(a, t, kv, a.latent, at + a.lora);
+        nbi_mla_append_key(a, t, kv, a.latent, at + a.lora, turn);
     const float r = 1.0f / sqrtf(nbi_mla_square_sum(kv, a.lora, x) / (float)a.lora + a.eps);
     if (a.codes) {
         const float *w = a.norm;
@@ -209,26 +233,34 @@ template <int NT> inline size_t nbi_mla_absorb_shared(uint32_t nope, uint32_t co
     return (nope * (columns + 8) + 2 * 8 * NT * (nope + NBI_MLA_ABSORB_PAD)) * sizeof(uint16_t);
 }
 
-/* The rotated part of the queries behind what was absorbed; turned here with APPEND. The last
- * threads begin: they have no halves to make of few rows. */
+/* The rotated part of the queries behind what was absorbed; turned here with APPEND, the first
+ * row's first pair of a thread by `turn`. The last threads begin: they have no halves to make of
+ * few rows. */
 template <bool APPEND>
 NBI_DEV void nbi_mla_copy_rope(const nbi_mla_product &a, const nbi_mla_rows &n, const float *x,
-                               size_t x_row, float *y, size_t y_row, uint32_t r0, uint32_t n_rows)
+                               size_t x_row, float *y, size_t y_row, uint32_t r0, uint32_t n_rows,
+                               nbi_f32x2 turn)
 {
     const uint32_t half = a.rope_dim / 2;
-    for (uint32_t i = blockDim.x - 1 - threadIdx.x; i < n_rows * half; i += blockDim.x) {
-        const uint32_t r = i / half, j = i % half;
+    uint32_t r = 0, j = nbi_mla_last();
+    for (bool first = true;; first = false, j += blockDim.x) {
+        for (; j >= half; j -= half) r++;
+        if (r >= n_rows) return;
         uint32_t iu = 2 * j, iv = 2 * j + 1;
         if (APPEND) nbi_rope_pair(n.rope, j, &iu, &iv);
         float u = x[r * x_row + a.nope + iu], v = x[r * x_row + a.nope + iv];
-        if (APPEND) nbi_rope_turn(n.rope, r0 + r, j, &u, &v);
+        if (APPEND && first && r == 0)
+            nbi_rope_turn_by(turn.v[0], turn.v[1], &u, &v);
+        else if (APPEND)
+            nbi_rope_turn(n.rope, r0 + r, j, &u, &v);
         y[r * y_row + a.lora + iu] = u;
         y[r * y_row + a.lora + iv] = v;
     }
 }
 
 /* ql = qn . W_UK for one head, COLUMNS columns from col0 on, 16 a warp, and 8 NT rows from r0 on.
- * APPEND: queries are not turned yet. Waits for the kernel before. */
+ * APPEND: queries are not turned yet. Waits for the kernel before; with few rows the next one may
+ * begin before that. */
 template <int NT, bool APPEND, uint32_t COLUMNS>
 NBI_DEV void nbi_mla_absorb(const nbi_mla_product &a, const nbi_mla_rows &append, uint32_t h,
                             uint32_t col0, uint32_t r0)
@@ -246,34 +278,41 @@ NBI_DEV void nbi_mla_absorb(const nbi_mla_product &a, const nbi_mla_rows &append
                        take);
     }
     nbi_copy_commit();
+    nbi_f32x2 turn = {{1, 0}};
+    if (APPEND && col0 == 0) turn = nbi_mla_angle(append, r0, nbi_mla_last());
+    if (NT == 1) nbi_let_next(); /* attention reads what is older still */
     nbi_wait_before();
-    nbi_let_next();
+    if (NT != 1) nbi_let_next();
     const uint32_t n = a.n_rows - r0 < 8 * NT ? a.n_rows - r0 : 8 * NT;
     const uint32_t head = a.nope + a.rope_dim, width = a.lora + a.rope_dim;
     const float *x = a.x + ((size_t)r0 * a.n_heads + h) * head;
     float *y = a.y + ((size_t)r0 * a.n_heads + h) * width;
     const size_t x_row = (size_t)a.n_heads * head, y_row = (size_t)a.n_heads * width;
     nbi_mla_halves<NT, COLUMNS / 16>(x, x_row, n, a.nope, stride, hi, lo);
-    if (col0 == 0) nbi_mla_copy_rope<APPEND>(a, append, x, x_row, y, y_row, r0, n);
+    if (col0 == 0) nbi_mla_copy_rope<APPEND>(a, append, x, x_row, y, y_row, r0, n, turn);
     nbi_copy_wait<0>();
     __syncthreads();
     float d[NBI_MLA_SUMS][NT][4] = {};
     const uint16_t *w_at = w + ((lane & 7) + (lane >> 4) * 8) * ROW + own + (lane >> 3 & 1) * 8;
     const uint16_t *x_at = (lane < 16 ? hi : lo) + (lane & 7) * stride + (lane >> 3 & 1) * 8;
-    for (uint32_t k0 = 0; k0 < a.nope; k0 += 16 * NBI_MLA_SUMS)
+    const auto step = [&](float(&sum)[NT][4], uint32_t k) {
+        uint32_t f[4];
+        nbi_ldmatrix_trans(f, w_at + k * ROW);
 #pragma unroll
-        for (uint32_t i = 0; i < NBI_MLA_SUMS; i++) {
-            const uint32_t k = k0 + 16 * i;
-            if (k >= a.nope) break;
-            uint32_t f[4];
-            nbi_ldmatrix_trans(f, w_at + k * ROW);
-#pragma unroll
-            for (uint32_t j = 0; j < NT; j++) {
-                uint32_t b[4]; /* upper halves, lower */
-                nbi_ldmatrix(b, x_at + 8 * j * stride + k);
-                nbi_mma_bf16(d[i][j], f, b);
-                nbi_mma_bf16(d[i][j], f, b + 2);
-            }
+        for (uint32_t j = 0; j < NT; j++) {
+            uint32_t b[4]; /* upper halves, lower */
+            nbi_ldmatrix(b, x_at + 8 * j * stride + k);
+            nbi_mma_bf16(sum[j], f, b);
+            nbi_mma_bf16(sum[j], f, b + 2);
         }
+    };
+    uint32_t k = 0;
+    for (; k + 16 * NBI_MLA_SUMS <= a.nope; k += 16 * NBI_MLA_SUMS)
+#pragma unroll
+        for (uint32_t i = 0; i < NBI_MLA_SUMS; i++) step(d[i], k + 16 * i);
+#pragma unroll
+    for (uint32_t i = 0; i < NBI_MLA_SUMS;
+         i++) /* with checks no step would begin before the last */
+        if (k + 16 * i < a.nope) step(d[i], k + 16 * i);
     nbi_mla_store<NT>(d, y, y_row, n, col0 + own, a.lora, a.scale);
 }
