@@ -189,6 +189,18 @@ static void test_mla_bits(void **state)
     mla_bits(&(at_mla_case){20, 8, 64, 512, 8, NBI_F8_E4M3, NBI_WEIGHT_BF16, 0}, lengths, few, 3);
 }
 
+/* Products of 64 rows at once, where blocks of them fill the device: sides with ends inside of
+ * blocks, and as many heads as a real device needs. */
+static void test_mla_many_rows(void **state)
+{
+    (void)state;
+    const uint32_t lengths[] = {70, 3, 40}, rows[] = {66, 1, 1};
+    mla_bits(&(at_mla_case){3, 80, 8, 288, 144, NBI_BF16, NBI_WEIGHT_BF16, 0}, lengths, rows, 3);
+    const at_mla_case c = {50, 48, 8, 160, 16, NBI_BF16, NBI_WEIGHT_BF16, 0};
+    mla_bits(&c, lengths, rows, 1);
+    check_mla(&c, lengths, rows, 3);
+}
+
 /* What devices other than 9.0 do. */
 static void test_mla_without_warpgroups(void **state)
 {
@@ -839,17 +851,12 @@ int main(int argc, char **argv)
         return 0;
     }
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_mla_shapes),
-        cmocka_unit_test(test_mla_long),
-        cmocka_unit_test(test_mla_bits),
-        cmocka_unit_test(test_mla_identity),
-        cmocka_unit_test(test_gqa_shapes),
-        cmocka_unit_test(test_gqa_bits),
-        cmocka_unit_test(test_codes_are_bf16),
-        cmocka_unit_test(test_gqa_long),
-        cmocka_unit_test(test_mla_append),
-        cmocka_unit_test(test_gqa_append),
-        cmocka_unit_test(test_mla_without_warpgroups),
+        cmocka_unit_test(test_mla_shapes),   cmocka_unit_test(test_mla_long),
+        cmocka_unit_test(test_mla_bits),     cmocka_unit_test(test_mla_many_rows),
+        cmocka_unit_test(test_mla_identity), cmocka_unit_test(test_gqa_shapes),
+        cmocka_unit_test(test_gqa_bits),     cmocka_unit_test(test_codes_are_bf16),
+        cmocka_unit_test(test_gqa_long),     cmocka_unit_test(test_mla_append),
+        cmocka_unit_test(test_gqa_append),   cmocka_unit_test(test_mla_without_warpgroups),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

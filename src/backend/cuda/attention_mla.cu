@@ -7,6 +7,7 @@
 
 #include "backend/cuda/attend.h"
 #include "backend/cuda/indexer.h"
+#include "backend/cuda/mla_many.h"
 #include "base/numfmt.h"
 
 #define THREADS   NBI_MLA_THREADS
@@ -278,6 +279,28 @@ static __global__ void __launch_bounds__(ABSORB * 2)
     nbi_wait_before();
 }
 
+template <bool APPEND>
+static __global__ void __launch_bounds__(NBI_MLA_MANY_THREADS)
+    absorb_many_kernel(nbi_mla_product a, nbi_mla_rows append)
+{
+    if (APPEND && blockIdx.y + 1 == gridDim.y) {
+        nbi_wait_before();
+        nbi_let_next();
+        for (uint32_t i = blockIdx.x; i < NBI_MLA_MANY_ROWS; i += gridDim.x)
+            if (blockIdx.z * NBI_MLA_MANY_ROWS + i < a.n_rows)
+                nbi_mla_append_latent(append, blockIdx.z * NBI_MLA_MANY_ROWS + i, false);
+        return;
+    }
+    nbi_mla_absorb_many<APPEND>(a, append, blockIdx.x, blockIdx.y * NBI_MLA_MANY_COLUMNS,
+                                blockIdx.z * NBI_MLA_MANY_ROWS);
+}
+
+static __global__ void __launch_bounds__(NBI_MLA_MANY_THREADS) expand_many_kernel(nbi_mla_product a)
+{
+    nbi_mla_expand_many(a, blockIdx.x, blockIdx.y * NBI_MLA_MANY_OUTPUTS,
+                        blockIdx.z * NBI_MLA_MANY_ROWS);
+}
+
 #define EXPAND_OUTPUTS 64u /* of W_UV per block, for few rows: 16 per warp */
 #define EXPAND_MANY    128u
 #define EXPAND_PAIRS   4u /* of k-steps that are loaded ahead */
@@ -468,6 +491,36 @@ static bool by_mma(const nbi_cuda *c, const nbi_cuda_kv_b *w, const nbi_mla_prod
            a->lora <= 1024 && nbi_mla_absorb_shared<1>(a->nope, ABSORB) <= c->rt.shared_max;
 }
 
+/* Whether blocks of 64 rows, `parts` for a head, would fill the device: the bits are the same. */
+static bool are_many(const nbi_cuda *c, const nbi_mla_product *a, uint32_t parts, size_t shared)
+{
+    const uint32_t groups = nbi_ceil_div(a->n_rows, NBI_MLA_MANY_ROWS);
+    return a->n_rows > NBI_MLA_MANY_ROWS / 2 && shared <= c->rt.shared_max &&
+           a->n_heads * parts * groups >= (uint32_t)c->rt.n_sms * 3 / 4;
+}
+
+static bool launch_absorb_many(nbi_cuda *c, const nbi_mla_product *a, const nbi_mla_rows *append)
+{
+    const uint32_t parts = nbi_ceil_div(a->lora, NBI_MLA_MANY_COLUMNS);
+    const size_t shared = nbi_mla_absorb_many_shared(a->nope);
+    if (!are_many(c, a, parts, shared)) return false;
+    const dim3 grid(a->n_heads, parts + !!append, nbi_ceil_div(a->n_rows, NBI_MLA_MANY_ROWS));
+    nbi_launch(&c->rt, grid, dim3(NBI_MLA_MANY_THREADS), shared,
+               append ? absorb_many_kernel<true> : absorb_many_kernel<false>, *a,
+               append ? *append : nbi_mla_rows{});
+    return true;
+}
+
+static bool launch_expand_many(nbi_cuda *c, const nbi_mla_product *a)
+{
+    const uint32_t parts = nbi_ceil_div(a->v, NBI_MLA_MANY_OUTPUTS);
+    const size_t shared = nbi_mla_expand_many_shared(a->lora);
+    if (!are_many(c, a, parts, shared)) return false;
+    const dim3 grid(a->n_heads, parts, nbi_ceil_div(a->n_rows, NBI_MLA_MANY_ROWS));
+    nbi_launch(&c->rt, grid, dim3(NBI_MLA_MANY_THREADS), shared, expand_many_kernel, *a);
+    return true;
+}
+
 template <int NT>
 static void launch_absorb_mma(nbi_cuda *c, const nbi_mla_product *a, const nbi_mla_rows *append)
 {
@@ -492,6 +545,7 @@ static void absorb(nbi_cuda *c, const nbi_cuda_kv_b *w, const nbi_mla_product *a
                    const nbi_mla_rows *append)
 {
     if (by_mma(c, w, a)) {
+        if (launch_absorb_many(c, a, append)) return;
         if (a->n_rows > 8 && nbi_mla_absorb_shared<4>(a->nope, ABSORB) <= c->rt.shared_max)
             launch_absorb_mma<4>(c, a, append);
         else
@@ -518,6 +572,7 @@ static void expand(nbi_cuda *c, const nbi_cuda_kv_b *w, const nbi_mla_product *a
     }
     if (splits) nbi_cuda_attend_merge(c, attend, splits);
     if (mma) {
+        if (launch_expand_many(c, a)) return;
         if (a->n_rows > 8 && 2 * 32 * (a->lora + NBI_MLA_EXPAND_PAD) * 2 <= c->rt.shared_max)
             launch_expand_mma<4>(c, a);
         else
