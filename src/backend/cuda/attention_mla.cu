@@ -284,11 +284,10 @@ static __global__ void __launch_bounds__(NBI_MLA_MANY_THREADS)
     absorb_many_kernel(nbi_mla_product a, nbi_mla_rows append)
 {
     if (APPEND && blockIdx.y + 1 == gridDim.y) {
-        nbi_wait_before();
-        nbi_let_next();
         for (uint32_t i = blockIdx.x; i < NBI_MLA_MANY_ROWS; i += gridDim.x)
             if (blockIdx.z * NBI_MLA_MANY_ROWS + i < a.n_rows)
                 nbi_mla_append_latent(append, blockIdx.z * NBI_MLA_MANY_ROWS + i, false);
+        nbi_wait_before(); /* without a row, too */
         return;
     }
     nbi_mla_absorb_many<APPEND>(a, append, blockIdx.x, blockIdx.y * NBI_MLA_MANY_COLUMNS,
@@ -476,9 +475,9 @@ static __global__ void expand_few_kernel(nbi_mla_product a, nbi_cuda_attend s, u
     for (; c + 32 * (NBI_MLA_SUMS - 1) < a.lora; c += 32 * NBI_MLA_SUMS)
 #pragma unroll
         for (uint32_t p = 0; p < NBI_MLA_SUMS; p++) step(d[p][0], c + 32 * p);
+            /* what is left: with checks no step would begin before the last */
 #pragma unroll
-    for (uint32_t p = 0; p < NBI_MLA_SUMS;
-         p++) /* with checks no step would begin before the last */
+    for (uint32_t p = 0; p < NBI_MLA_SUMS; p++)
         if (c + 32 * p < a.lora) step(d[p][0], c + 32 * p);
     nbi_mla_store<1>(d, a.y + (size_t)h * a.v, (size_t)a.n_heads * a.v, n, block0 + own, a.v,
                      a.scale);

@@ -233,6 +233,16 @@ template <int NT> inline size_t nbi_mla_absorb_shared(uint32_t nope, uint32_t co
     return (nope * (columns + 8) + 2 * 8 * NT * (nope + NBI_MLA_ABSORB_PAD)) * sizeof(uint16_t);
 }
 
+/* Columns of pair j of a row's rotated part; where it is turned already and only copied, any two.
+ */
+template <bool APPEND>
+NBI_DEV void nbi_mla_rope_columns(const nbi_mla_rows &n, uint32_t j, uint32_t *iu, uint32_t *iv)
+{
+    *iu = 2 * j;
+    *iv = 2 * j + 1;
+    if (APPEND) nbi_rope_pair(n.rope, j, iu, iv);
+}
+
 /* The rotated part of the queries behind what was absorbed; turned here with APPEND, the first
  * row's first pair of a thread by `turn`. The last threads begin: they have no halves to make of
  * few rows. */
@@ -246,8 +256,8 @@ NBI_DEV void nbi_mla_copy_rope(const nbi_mla_product &a, const nbi_mla_rows &n, 
     for (bool first = true;; first = false, j += blockDim.x) {
         for (; j >= half; j -= half) r++;
         if (r >= n_rows) return;
-        uint32_t iu = 2 * j, iv = 2 * j + 1;
-        if (APPEND) nbi_rope_pair(n.rope, j, &iu, &iv);
+        uint32_t iu, iv;
+        nbi_mla_rope_columns<APPEND>(n, j, &iu, &iv);
         float u = x[r * x_row + a.nope + iu], v = x[r * x_row + a.nope + iv];
         if (APPEND && first && r == 0)
             nbi_rope_turn_by(turn.v[0], turn.v[1], &u, &v);
@@ -310,9 +320,9 @@ NBI_DEV void nbi_mla_absorb(const nbi_mla_product &a, const nbi_mla_rows &append
     for (; k + 16 * NBI_MLA_SUMS <= a.nope; k += 16 * NBI_MLA_SUMS)
 #pragma unroll
         for (uint32_t i = 0; i < NBI_MLA_SUMS; i++) step(d[i], k + 16 * i);
+            /* what is left: with checks no step would begin before the last */
 #pragma unroll
-    for (uint32_t i = 0; i < NBI_MLA_SUMS;
-         i++) /* with checks no step would begin before the last */
+    for (uint32_t i = 0; i < NBI_MLA_SUMS; i++)
         if (k + 16 * i < a.nope) step(d[i], k + 16 * i);
     nbi_mla_store<NT>(d, y, y_row, n, col0 + own, a.lora, a.scale);
 }

@@ -58,12 +58,19 @@ struct nbi_mla_rope_pairs {
     float u[4], v[4];
 };
 
+/* Pair `at` of n: of which row, at which columns of it. */
+struct nbi_mla_rope_place {
+    uint32_t r, j, iu, iv;
+};
+
 template <bool APPEND>
-NBI_DEV void nbi_mla_pair_at(const nbi_mla_rows &append, uint32_t j, uint32_t *iu, uint32_t *iv)
+NBI_DEV bool nbi_mla_rope_find(nbi_mla_rope_place *p, const nbi_mla_rows &append, uint32_t n_angles,
+                               uint32_t at, uint32_t n)
 {
-    *iu = 2 * j;
-    *iv = 2 * j + 1;
-    if (APPEND) nbi_rope_pair(append.rope, j, iu, iv);
+    p->r = at / n_angles;
+    p->j = at % n_angles;
+    if (at < n) nbi_mla_rope_columns<APPEND>(append, p->j, &p->iu, &p->iv);
+    return at < n;
 }
 
 /* x: at the rotated part of the first row, which is row r0 of the batch. */
@@ -73,13 +80,12 @@ NBI_DEV void nbi_mla_rope_load(nbi_mla_rope_pairs &p, const nbi_mla_rows &append
 {
 #pragma unroll
     for (uint32_t k = 0; k < 4; k++) {
-        const uint32_t at = i + k * NBI_MLA_MANY_THREADS, r = at / n_angles, j = at % n_angles;
-        if (at >= n) continue;
-        uint32_t iu, iv;
-        nbi_mla_pair_at<APPEND>(append, j, &iu, &iv);
-        p.u[k] = x[r * x_row + iu];
-        p.v[k] = x[r * x_row + iv];
-        if (APPEND) nbi_rope_turn(append.rope, r0 + r, j, &p.u[k], &p.v[k]);
+        nbi_mla_rope_place at;
+        if (!nbi_mla_rope_find<APPEND>(&at, append, n_angles, i + k * NBI_MLA_MANY_THREADS, n))
+            continue;
+        p.u[k] = x[at.r * x_row + at.iu];
+        p.v[k] = x[at.r * x_row + at.iv];
+        if (APPEND) nbi_rope_turn(append.rope, r0 + at.r, at.j, &p.u[k], &p.v[k]);
     }
 }
 
@@ -89,12 +95,11 @@ NBI_DEV void nbi_mla_rope_store(const nbi_mla_rope_pairs &p, const nbi_mla_rows 
 {
 #pragma unroll
     for (uint32_t k = 0; k < 4; k++) {
-        const uint32_t at = i + k * NBI_MLA_MANY_THREADS, r = at / n_angles, j = at % n_angles;
-        if (at >= n) continue;
-        uint32_t iu, iv;
-        nbi_mla_pair_at<APPEND>(append, j, &iu, &iv);
-        y[r * y_row + iu] = p.u[k];
-        y[r * y_row + iv] = p.v[k];
+        nbi_mla_rope_place at;
+        if (!nbi_mla_rope_find<APPEND>(&at, append, n_angles, i + k * NBI_MLA_MANY_THREADS, n))
+            continue;
+        y[at.r * y_row + at.iu] = p.u[k];
+        y[at.r * y_row + at.iv] = p.v[k];
     }
 }
 
@@ -119,11 +124,12 @@ NBI_DEV void nbi_mla_absorb_warp(nbi_mla_warp_sums &x, const uint16_t *w, const 
 #pragma unroll
             for (uint32_t j = 0; j < 4; j++) nbi_ldmatrix(b[j], x_at + 8 * j * stride + k);
 #pragma unroll
-            for (uint32_t pair = 0; pair < 4; pair += 2)
+            for (uint32_t lower = 0; lower < 2; lower++)
 #pragma unroll
                 for (uint32_t j = 0; j < 4; j++)
 #pragma unroll
-                    for (uint32_t m = 0; m < 2; m++) nbi_mma_bf16(x.d[m][i][j], f[m], b[j] + pair);
+                    for (uint32_t m = 0; m < 2; m++)
+                        nbi_mma_bf16(x.d[m][i][j], f[m], b[j] + 2 * lower);
         }
 }
 
@@ -264,12 +270,12 @@ NBI_DEV void nbi_mla_expand_warp(nbi_mla_warp_sums &x, const uint16_t *w, uint32
 #pragma unroll
             for (uint32_t i = 0; i < 4; i += 2)
 #pragma unroll
-                for (uint32_t n_angles = 0; n_angles < 2; n_angles++)
+                for (uint32_t lower = 0; lower < 2; lower++)
 #pragma unroll
                     for (uint32_t m = 0; m < 2; m++) {
                         const uint32_t fm[4] = {f[m][0].v[i], f[m][1].v[i], f[m][0].v[i + 1],
                                                 f[m][1].v[i + 1]};
-                        nbi_mma_bf16(x.d[m][p][j], fm, (n_angles ? v.v : u.v) + i);
+                        nbi_mma_bf16(x.d[m][p][j], fm, (lower ? v.v : u.v) + i);
                     }
         }
     }
