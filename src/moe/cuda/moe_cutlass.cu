@@ -249,13 +249,17 @@ static __global__ void __launch_bounds__(NBI_MOE_THREADS)
     *reinterpret_cast<nbi_f32x4 *>(out + row * hidden + c) = sum;
 }
 
-static __global__ void __launch_bounds__(NBI_MOE_THREADS)
-    count_kernel(const nbi_moe_work w, const nbi_moe_slots slots, uint32_t n_pairs,
-                 uint32_t n_experts)
+struct count_args {
+    nbi_moe_work w;
+    nbi_moe_slots slots;
+    uint32_t n_pairs, n_experts;
+};
+
+static __global__ void __launch_bounds__(NBI_MOE_THREADS) count_kernel(const count_args a)
 {
     nbi_wait_before();
     nbi_let_next();
-    nbi_moe_count_segment(w, slots, n_pairs, n_experts, blockIdx.x);
+    nbi_moe_count_segment(a, blockIdx.x);
 }
 
 /* ---------------------------------------------------------------- memory */
@@ -355,7 +359,8 @@ template <nbi_weight_kind KIND> static void launch_up(const pass &s)
 {
     const uint32_t n_experts = nbi_moe_n_all(&s.l->shape);
     const dim3 segments(nbi_ceil_div(s.n_pairs, NBI_MOE_THREADS)), block(NBI_MOE_THREADS);
-    nbi_launch(&s.c->rt, segments, block, 0, count_kernel, s.m.w, s.slots, s.n_pairs, n_experts);
+    nbi_launch(&s.c->rt, segments, block, 0, count_kernel,
+               count_args{s.m.w, s.slots, s.n_pairs, n_experts});
     nbi_launch(&s.c->rt, segments, block, 0, nbi_moe_place_kernel, s.m.w, s.slots, s.n_pairs,
                n_experts, s.n_pairs); /* one tile for all pairs of an expert */
     nbi_launch(&s.c->rt, dim3(s.n_pairs), dim3(THREADS), 0, convert_kernel<KIND>, s.m.w,

@@ -41,8 +41,7 @@ static __global__ void __launch_bounds__(NBI_MOE_THREADS) begin_kernel(const beg
     nbi_wait_before();
     nbi_let_next();
     const uint32_t warp = threadIdx.x / NBI_WARP;
-    if (blockIdx.x < a.segments)
-        return nbi_moe_count_segment(a.w, a.slots, a.n_pairs, a.n_experts, blockIdx.x);
+    if (blockIdx.x < a.segments) return nbi_moe_count_segment(a, blockIdx.x);
     const uint32_t item = (blockIdx.x - a.segments) * NBI_MOE_WARPS + warp;
     constexpr uint32_t CHUNK = nbi_chunk_tiles(KIND) * NBI_TILE_COLS;
     const uint32_t n_chunks = (a.cols + CHUNK - 1) / CHUNK, to_row = item / n_chunks;

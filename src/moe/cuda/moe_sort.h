@@ -4,19 +4,19 @@
 
 #include "moe/cuda/moe_product.h"
 
-/* Pairs of every expert among the NBI_MOE_THREADS pairs of a segment, to w.count. */
-static NBI_DEV void nbi_moe_count_segment(const nbi_moe_work &w, const nbi_moe_slots &slots,
-                                          uint32_t n_pairs, uint32_t n_experts, uint32_t segment)
+/* Pairs of every expert among the NBI_MOE_THREADS pairs of a segment. Args: a kernel's, with w,
+ * slots, n_pairs and n_experts; taken whole, they are read where they lie. */
+template <class Args> static NBI_DEV void nbi_moe_count_segment(const Args &a, uint32_t segment)
 {
     __shared__ uint32_t count[NBI_MOE_EXPERTS_MAX];
-    for (uint32_t e = threadIdx.x; e < n_experts; e += NBI_MOE_THREADS) count[e] = 0;
+    for (uint32_t e = threadIdx.x; e < a.n_experts; e += NBI_MOE_THREADS) count[e] = 0;
     __syncthreads();
     const uint32_t i = segment * NBI_MOE_THREADS + threadIdx.x;
-    const int32_t id = i < n_pairs ? slots.expert(i) : -1;
+    const int32_t id = i < a.n_pairs ? a.slots.expert(i) : -1;
     if (id >= 0) atomicAdd(&count[id], 1u);
     __syncthreads();
-    for (uint32_t e = threadIdx.x; e < n_experts; e += NBI_MOE_THREADS)
-        w.count[(size_t)segment * n_experts + e] = count[e];
+    for (uint32_t e = threadIdx.x; e < a.n_experts; e += NBI_MOE_THREADS)
+        a.w.count[(size_t)segment * a.n_experts + e] = count[e];
 }
 
 /* Of each expert. */
