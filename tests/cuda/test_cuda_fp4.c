@@ -1,20 +1,8 @@
 /* NVFP4 products: the layout of the instruction of SM120 and of what stands in for it; runners made
  * of them against the float64 oracle, and the bits of a row over batches and runners. */
-#include "cuda/gpu_util.h"
-#include "moe_util.h"
+#include "cuda/moe_gpu.h"
 
 #include "backend/cuda/fp4_probe.h"
-
-static const nbi_limits limits = {.max_rows = 320,
-                                  .max_seqs = 8,
-                                  .max_context = 1024,
-                                  .max_logit_rows = 8,
-                                  .n_heads = 1,
-                                  .n_kv_heads = 1,
-                                  .head_dim = 64,
-                                  .max_linear_cols = 4096,
-                                  .max_linear_rows = 4096,
-                                  .vocab = 1000};
 
 /* ---------------------------------------------------------------- single products */
 
@@ -151,7 +139,7 @@ static void test_products(void **state)
 {
     (void)state;
     enum { COUNT = 24 };
-    nbi_backend *b = gpu_open(&limits);
+    nbi_backend *b = gpu_open(&gpu_moe_limits);
     product *p = malloc(COUNT * sizeof *p);
     registers *r = malloc(COUNT * sizeof *r);
     for (int i = 0; i < COUNT; i++) {
@@ -175,7 +163,7 @@ static void test_products(void **state)
 static void test_places(void **state)
 {
     (void)state;
-    nbi_backend *b = gpu_open(&limits);
+    nbi_backend *b = gpu_open(&gpu_moe_limits);
     product *p = malloc(DEPTH * sizeof *p);
     registers *r = malloc(DEPTH * sizeof *r);
     for (int i = 0; i < DEPTH; i++) {
@@ -203,97 +191,17 @@ static void test_places(void **state)
 static const char *const runners[] = {"cuda_masked_fp4", "cuda_grouped_fp4"};
 #define N_RUNNERS 2
 
-typedef struct prepared {
-    nbi_backend *b;
-    const nbi_moe_runner_ops *ops;
-    nbi_moe_layer *layer;
-    const moe_layer *l;
-} prepared;
-
-static prepared prepare(nbi_backend *b, const char *name, const moe_layer *l)
-{
-    prepared p = {.b = b, .l = l};
-    nb_error err = {0};
-    if (nbi_moe_runner_choose(&p.ops, name, b, &l->e.shape, &err) != NB_OK ||
-        p.ops->prepare(b, &p.layer, &l->e, &err) != NB_OK)
-        fail_msg("%s", err.text);
-    return p;
-}
-
-static void release(prepared *p)
-{
-    p->ops->release(p->b, &p->layer);
-    assert_null(p->layer);
-}
-
-typedef struct batch {
-    float *x, *weights;
-    int32_t *ids;
-    uint32_t n;
-} batch;
-
-static batch make_batch(const moe_layer *l, uint32_t n)
-{
-    const nbi_moe_shape *s = &l->e.shape;
-    batch b = {.x = op_floats((size_t)n * s->hidden),
-               .weights = op_floats((size_t)n * s->top_k),
-               .ids = op_alloc((size_t)n * s->top_k * sizeof *b.ids),
-               .n = n};
-    op_fill(b.x, (size_t)n * s->hidden, 1);
-    moe_routing(l, b.ids, b.weights, n);
-    return b;
-}
-
-static void free_batch(batch *b)
-{
-    op_free(b->x);
-    op_free(b->weights);
-    op_free(b->ids);
-}
-
 /* Rows first ... first + n - 1 of the batch: out [n][hidden] (malloc). */
-static float *run(const prepared *p, const batch *b, uint32_t first, uint32_t n)
+static float *run(const gpu_moe *p, const gpu_moe_batch *b, uint32_t first, uint32_t n)
 {
     const nbi_moe_shape *s = &p->l->e.shape;
-    gpu_buffer x = gpu_floats(p->b, b->x + (size_t)first * s->hidden, (size_t)n * s->hidden);
-    gpu_buffer ids =
-        gpu_bytes(p->b, b->ids + (size_t)first * s->top_k, (size_t)n * s->top_k * sizeof *b->ids);
-    gpu_buffer weights =
-        gpu_floats(p->b, b->weights + (size_t)first * s->top_k, (size_t)n * s->top_k);
-    gpu_buffer ws = gpu_poisoned(p->b, p->ops->workspace_bytes(p->b, s, n));
-    gpu_buffer out = gpu_poisoned(p->b, (size_t)n * s->hidden * sizeof(float));
-    p->ops->run(p->b, p->layer,
-                &(nbi_moe_args){.out = out.p,
-                                .x = x.p,
-                                .ids = ids.p,
-                                .weights = weights.p,
-                                .n_rows = n,
-                                .workspace = ws.p});
-    float *got = gpu_read(&out);
-    free(gpu_read(&ws)); /* its guards */
-    gpu_free(&x);
-    gpu_free(&ids);
-    gpu_free(&weights);
-    gpu_free(&ws);
-    gpu_free(&out);
-    return got;
+    const size_t pair = (size_t)first * s->top_k;
+    return gpu_moe_run(p, b->x + (size_t)first * s->hidden, b->ids + pair, b->weights + pair, n);
 }
 
 /* The bound leaves room for a rounding of h that flips: a float32 and a double h may lie on two
  * sides of a tie. */
-static void check_oracle(const prepared *p, const batch *b, const float *out)
-{
-    const nbi_moe_shape *s = &p->l->e.shape;
-    double *want = malloc(s->hidden * sizeof *want);
-    for (uint32_t t = 0; t < b->n; t++) {
-        moe_oracle_row(p->l, b->x + (size_t)t * s->hidden, b->ids + t * s->top_k,
-                       b->weights + t * s->top_k, want);
-        OP_ASSERT_ERROR(op_error(out + (size_t)t * s->hidden, want, s->hidden), 1e-2,
-                        "runner %s, [%u, %u], row %u of %u", p->ops->name, s->inter, s->hidden, t,
-                        b->n);
-    }
-    free(want);
-}
+#define BOUND 1e-2
 
 /* Sides that end within a tile, a k-tile pair and a chunk; each runner's bits are the other's. */
 static void test_oracle(void **state)
@@ -302,25 +210,25 @@ static void test_oracle(void **state)
     static const uint32_t rows[] = {1, 3, 26};
     static const uint32_t sizes[][3] = {
         {96, 64, 5}, {320, 144, 5}, {512, 272, 5}, {16, 48, 5}, {32, 16, 300}}; /* experts last */
-    nbi_backend *b = gpu_open_w4a4(&limits);
+    nbi_backend *b = gpu_open_w4a4(&gpu_moe_limits);
     for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) {
         moe_layer l;
         moe_make(&l, NBI_WEIGHT_NVFP4, NBI_WEIGHT_NVFP4, sizes[i][2], 3, sizes[i][0], sizes[i][1],
                  true);
         for (size_t k = 0; k < sizeof rows / sizeof *rows; k++) {
-            batch x = make_batch(&l, rows[k]);
+            gpu_moe_batch x = gpu_moe_batch_make(&l, rows[k]);
             float *want = NULL;
             for (size_t r = 0; r < N_RUNNERS; r++) {
-                prepared p = prepare(b, runners[r], &l);
+                gpu_moe p = gpu_moe_prepare(b, runners[r], &l);
                 float *out = run(&p, &x, 0, x.n);
-                check_oracle(&p, &x, out);
+                gpu_moe_check(&p, &x, out, BOUND);
                 if (want) moe_same_bits(out, want, (size_t)x.n * sizes[i][0], runners[r]);
                 free(want);
                 want = out;
-                release(&p);
+                gpu_moe_release(&p);
             }
             free(want);
-            free_batch(&x);
+            gpu_moe_batch_free(&x);
         }
         moe_free(&l);
     }
@@ -332,15 +240,15 @@ static void test_bits(void **state)
 {
     (void)state;
     enum { N = 150, TOP = 2, H = 80, I = 32 };
-    nbi_backend *b = gpu_open_w4a4(&limits);
+    nbi_backend *b = gpu_open_w4a4(&gpu_moe_limits);
     moe_layer l;
     moe_make(&l, NBI_WEIGHT_NVFP4, NBI_WEIGHT_NVFP4, 3, TOP, H, I, true);
-    batch k = make_batch(&l, N);
+    gpu_moe_batch k = gpu_moe_batch_make(&l, N);
     for (uint32_t t = 0; t < N; t++) { /* 148, 120 and 30 pairs */
         k.ids[TOP * t] = t % 75 ? 2 : -1;
         k.ids[TOP * t + 1] = t % 5 ? 1 : 0;
     }
-    prepared p = prepare(b, runners[0], &l);
+    gpu_moe p = gpu_moe_prepare(b, runners[0], &l);
     float *want = run(&p, &k, 0, 1);
     want = realloc(want, N * H * sizeof *want);
     for (uint32_t t = 1; t < N; t++) {
@@ -348,20 +256,20 @@ static void test_bits(void **state)
         memcpy(want + t * H, one, H * sizeof *one);
         free(one);
     }
-    release(&p);
+    gpu_moe_release(&p);
     static const uint32_t sizes[] = {2, 9, 17, 40, 60, N}; /* tiles of 16, 40, 64, 128 rows */
     for (size_t r = 0; r < N_RUNNERS; r++) {
-        p = prepare(b, runners[r], &l);
+        p = gpu_moe_prepare(b, runners[r], &l);
         for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) {
             const uint32_t n = sizes[i], t = op_below(N - n + 1);
             float *out = run(&p, &k, t, n);
             moe_same_bits(out, want + t * H, (size_t)n * H, runners[r]);
             free(out);
         }
-        release(&p);
+        gpu_moe_release(&p);
     }
     free(want);
-    free_batch(&k);
+    gpu_moe_batch_free(&k);
     moe_free(&l);
     gpu_close(b);
 }
@@ -371,23 +279,23 @@ static void test_routings(void **state)
 {
     (void)state;
     enum { N = 19, TOP = 2, H = 64, I = 32 };
-    nbi_backend *b = gpu_open_w4a4(&limits);
+    nbi_backend *b = gpu_open_w4a4(&gpu_moe_limits);
     moe_layer l;
     moe_make(&l, NBI_WEIGHT_NVFP4, NBI_WEIGHT_NVFP4, 5, TOP, H, I, true);
     static const int32_t patterns[][2] = {{3, -1}, {-1, 0}, {2, 2}, {-1, -1}, {4, 1}};
     for (size_t i = 0; i < sizeof patterns / sizeof *patterns; i++) {
-        batch k = make_batch(&l, N);
+        gpu_moe_batch k = gpu_moe_batch_make(&l, N);
         for (uint32_t t = 0; t < N; t++) memcpy(k.ids + t * TOP, patterns[i], sizeof patterns[i]);
         for (size_t r = 0; r < N_RUNNERS; r++) {
-            prepared p = prepare(b, runners[r], &l);
+            gpu_moe p = gpu_moe_prepare(b, runners[r], &l);
             float *out = run(&p, &k, 0, N);
-            check_oracle(&p, &k, out);
+            gpu_moe_check(&p, &k, out, BOUND);
             if (patterns[i][0] < 0 && patterns[i][1] < 0)
                 for (uint32_t j = 0; j < N * H; j++) assert_true(out[j] == 0);
             free(out);
-            release(&p);
+            gpu_moe_release(&p);
         }
-        free_batch(&k);
+        gpu_moe_batch_free(&k);
     }
     moe_free(&l);
     gpu_close(b);
@@ -399,14 +307,14 @@ static void test_not_finite(void **state)
 {
     (void)state;
     enum { N = 4, H = 64, I = 48 };
-    nbi_backend *b = gpu_open_w4a4(&limits);
+    nbi_backend *b = gpu_open_w4a4(&gpu_moe_limits);
     moe_layer l;
     moe_make(&l, NBI_WEIGHT_NVFP4, NBI_WEIGHT_NVFP4, 2, 1, H, I, true);
-    batch k = make_batch(&l, N);
+    gpu_moe_batch k = gpu_moe_batch_make(&l, N);
     const int32_t mixed[N] = {1, 0, 1, 0};
     memcpy(k.ids, mixed, sizeof mixed);
     for (size_t r = 0; r < N_RUNNERS; r++) {
-        prepared p = prepare(b, runners[r], &l);
+        gpu_moe p = gpu_moe_prepare(b, runners[r], &l);
         float *want = run(&p, &k, 0, N);
         const float kept = k.x[2 * H + 5];
         const float bad[] = {NAN, INFINITY, -INFINITY};
@@ -419,20 +327,20 @@ static void test_not_finite(void **state)
             free(out);
         }
         k.x[2 * H + 5] = kept;
-        release(&p);
+        gpu_moe_release(&p);
         uint8_t *scale = (uint8_t *)l.gate[0].scales;
         const uint8_t kept_scale = scale[5];
         scale[5] = 0x7f;
-        p = prepare(b, runners[r], &l);
+        p = gpu_moe_prepare(b, runners[r], &l);
         float *out = run(&p, &k, 0, N);
         for (int t = 0; t < N; t += 2) moe_same_bits(out + t * H, want + t * H, H, "other expert");
         for (int t = 1; t < N; t += 2) assert_true(isnan(out[t * H]));
         scale[5] = kept_scale;
         free(out);
         free(want);
-        release(&p);
+        gpu_moe_release(&p);
     }
-    free_batch(&k);
+    gpu_moe_batch_free(&k);
     moe_free(&l);
     gpu_close(b);
 }
@@ -444,23 +352,24 @@ static void test_other_layers(void **state)
     (void)state;
     static const char *const plain[] = {"cuda_masked", "cuda_grouped"};
     enum { N = 13, TOP = 2, H = 64, I = 48 };
-    nbi_backend *b = gpu_open_w4a4(&limits);
+    nbi_backend *b = gpu_open_w4a4(&gpu_moe_limits);
     for (int i = 0; i < 3; i++) {
         moe_layer l;
         moe_make(&l, i < 2 ? NBI_WEIGHT_NVFP4 : NBI_WEIGHT_BF16, NBI_WEIGHT_NVFP4, 3, TOP, H, I,
                  true);
         if (i < 2) l.views[i ? 8 : 4].input_scale = 0; /* down of expert 2, up of expert 1 */
-        batch k = make_batch(&l, N);
+        gpu_moe_batch k = gpu_moe_batch_make(&l, N);
         for (size_t r = 0; r < N_RUNNERS; r++) {
-            prepared p = prepare(b, runners[r], &l), other = prepare(b, plain[r], &l);
+            gpu_moe p = gpu_moe_prepare(b, runners[r], &l),
+                    other = gpu_moe_prepare(b, plain[r], &l);
             float *out = run(&p, &k, 0, N), *want = run(&other, &k, 0, N);
             moe_same_bits(out, want, N * H, runners[r]);
             free(out);
             free(want);
-            release(&p);
-            release(&other);
+            gpu_moe_release(&p);
+            gpu_moe_release(&other);
         }
-        free_batch(&k);
+        gpu_moe_batch_free(&k);
         moe_free(&l);
     }
     gpu_close(b);
@@ -470,7 +379,7 @@ static void test_other_layers(void **state)
 static void test_names(void **state)
 {
     (void)state;
-    nbi_backend *b = gpu_open_w4a4(&limits);
+    nbi_backend *b = gpu_open_w4a4(&gpu_moe_limits);
     nbi_moe_shape s = {.n_experts = 4,
                        .top_k = 2,
                        .hidden = 64,

@@ -1,18 +1,6 @@
 /* MoE runners of the CUDA backend against the float64 oracle, and the bits of a row over runners,
  * batches and row order. `--bench` times whole layers. */
-#include "cuda/gpu_util.h"
-#include "moe_util.h"
-
-static const nbi_limits limits = {.max_rows = 320,
-                                  .max_seqs = 8,
-                                  .max_context = 1024,
-                                  .max_logit_rows = 8,
-                                  .n_heads = 1,
-                                  .n_kv_heads = 1,
-                                  .head_dim = 64,
-                                  .max_linear_cols = 4096,
-                                  .max_linear_rows = 4096,
-                                  .vocab = 1000};
+#include "cuda/moe_gpu.h"
 
 static const char *const runners[] = {"cuda_gemv", "cuda_stream", "cuda_grouped", "cuda_masked",
                                       "cuda"};
@@ -23,93 +11,6 @@ static const char *const runners[] = {"cuda_gemv", "cuda_stream", "cuda_grouped"
 #else
 #define CUTLASS "cuda_grouped" /* what the name means without it */
 #endif
-
-typedef struct prepared {
-    nbi_backend *b;
-    const nbi_moe_runner_ops *ops;
-    nbi_moe_layer *layer;
-    const moe_layer *l;
-} prepared;
-
-static prepared prepare(nbi_backend *b, const char *name, const moe_layer *l)
-{
-    prepared p = {.b = b, .l = l};
-    nb_error err = {0};
-    if (nbi_moe_runner_choose(&p.ops, name, b, &l->e.shape, &err) != NB_OK ||
-        p.ops->prepare(b, &p.layer, &l->e, &err) != NB_OK)
-        fail_msg("%s", err.text);
-    return p;
-}
-
-static void release(prepared *p)
-{
-    p->ops->release(p->b, &p->layer);
-    assert_null(p->layer);
-}
-
-/* out [n][hidden] (malloc). */
-static float *run(const prepared *p, const float *x, const int32_t *ids, const float *weights,
-                  uint32_t n)
-{
-    const nbi_moe_shape *s = &p->l->e.shape;
-    gpu_buffer gx = gpu_floats(p->b, x, (size_t)n * s->hidden);
-    gpu_buffer gi = gpu_bytes(p->b, ids, (size_t)n * s->top_k * sizeof *ids);
-    gpu_buffer gw = gpu_floats(p->b, weights, (size_t)n * s->top_k);
-    gpu_buffer ws = gpu_poisoned(p->b, p->ops->workspace_bytes(p->b, s, n));
-    gpu_buffer out = gpu_poisoned(p->b, (size_t)n * s->hidden * sizeof(float));
-    p->ops->run(
-        p->b, p->layer,
-        &(nbi_moe_args){
-            .out = out.p, .x = gx.p, .ids = gi.p, .weights = gw.p, .n_rows = n, .workspace = ws.p});
-    float *got = gpu_read(&out);
-    gpu_free(&gx);
-    gpu_free(&gi);
-    gpu_free(&gw);
-    gpu_free(&ws);
-    gpu_free(&out);
-    return got;
-}
-
-/* One batch of a layer. */
-typedef struct batch {
-    float *x, *weights;
-    int32_t *ids;
-    uint32_t n;
-} batch;
-
-static batch make_batch(const moe_layer *l, uint32_t n)
-{
-    const nbi_moe_shape *s = &l->e.shape;
-    batch b = {.x = op_floats((size_t)n * s->hidden),
-               .weights = op_floats((size_t)n * s->top_k),
-               .ids = op_alloc((size_t)n * s->top_k * sizeof *b.ids),
-               .n = n};
-    op_fill(b.x, (size_t)n * s->hidden, 1);
-    moe_routing(l, b.ids, b.weights, n);
-    return b;
-}
-
-static void free_batch(batch *b)
-{
-    op_free(b->x);
-    op_free(b->weights);
-    op_free(b->ids);
-}
-
-static void check_oracle(const prepared *p, const batch *b, const float *out, double bound)
-{
-    const nbi_moe_shape *s = &p->l->e.shape;
-    double *want = malloc(s->hidden * sizeof *want);
-    for (uint32_t t = 0; t < b->n; t++) {
-        moe_oracle_row(p->l, b->x + (size_t)t * s->hidden, b->ids + t * s->top_k,
-                       b->weights + t * s->top_k, want);
-        OP_ASSERT_ERROR(op_error(out + (size_t)t * s->hidden, want, s->hidden), bound,
-                        "runner %s, %s/%s, [%u, %u], row %u of %u", p->ops->name,
-                        nbi_weight_kind_name(s->kind_gate_up), nbi_weight_kind_name(s->kind_down),
-                        s->inter, s->hidden, t, b->n);
-    }
-    free(want);
-}
 
 /* cuda_masked, and it alone, has no products for float32 experts. */
 static bool refused(nbi_backend *b, const char *name, const nbi_moe_shape *s)
@@ -129,23 +30,23 @@ static void check_layer(nbi_backend *b, const moe_layer *l, const uint32_t *rows
                         double bound)
 {
     for (size_t i = 0; i < n_rows; i++) {
-        batch k = make_batch(l, rows[i]);
+        gpu_moe_batch k = gpu_moe_batch_make(l, rows[i]);
         float *want = NULL;
         for (size_t r = 0; r < N_RUNNERS; r++) {
             if (refused(b, runners[r], &l->e.shape)) continue;
-            prepared p = prepare(b, runners[r], l);
-            float *out = run(&p, k.x, k.ids, k.weights, k.n);
+            gpu_moe p = gpu_moe_prepare(b, runners[r], l);
+            float *out = gpu_moe_run(&p, k.x, k.ids, k.weights, k.n);
             if (!want) {
-                check_oracle(&p, &k, out, bound);
+                gpu_moe_check(&p, &k, out, bound);
                 want = out;
             } else {
                 moe_same_bits(out, want, (size_t)k.n * l->e.shape.hidden, runners[r]);
                 free(out);
             }
-            release(&p);
+            gpu_moe_release(&p);
         }
         free(want);
-        free_batch(&k);
+        gpu_moe_batch_free(&k);
     }
 }
 
@@ -170,7 +71,7 @@ static void test_oracle(void **state)
         {NBI_WEIGHT_NVFP4, NBI_WEIGHT_BF16, 64, 272, 4, 1, 8e-3},
     };
     static const uint32_t rows[] = {1, 3, 21};
-    nbi_backend *b = gpu_open(&limits);
+    nbi_backend *b = gpu_open(&gpu_moe_limits);
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         moe_layer l;
         moe_make(&l, cases[i].gate_up, cases[i].down, cases[i].experts, cases[i].top_k,
@@ -186,7 +87,7 @@ static void test_oracle(void **state)
 static void test_w4a4(void **state)
 {
     (void)state;
-    nbi_backend *b = gpu_open_w4a4(&limits);
+    nbi_backend *b = gpu_open_w4a4(&gpu_moe_limits);
     static const uint32_t rows[] = {1, 19};
     static const uint32_t sizes[][2] = {{96, 64}, {512, 256}};
     for (size_t i = 0; i < 2; i++) {
@@ -195,18 +96,18 @@ static void test_w4a4(void **state)
         check_layer(b, &l, rows, 2, 1e-2);
         for (uint32_t e = 1; e < 5; e += 2) /* not every expert has a scale */
             l.views[e].input_scale = l.views[10 + e].input_scale = 0;
-        batch k = make_batch(&l, 11);
+        gpu_moe_batch k = gpu_moe_batch_make(&l, 11);
         float *want = NULL;
         for (size_t r = 0; r < N_RUNNERS; r++) {
-            prepared p = prepare(b, runners[r], &l);
-            float *out = run(&p, k.x, k.ids, k.weights, k.n);
+            gpu_moe p = gpu_moe_prepare(b, runners[r], &l);
+            float *out = gpu_moe_run(&p, k.x, k.ids, k.weights, k.n);
             if (want) moe_same_bits(out, want, (size_t)k.n * sizes[i][0], runners[r]);
             if (want) free(out);
             if (!want) want = out;
-            release(&p);
+            gpu_moe_release(&p);
         }
         free(want);
-        free_batch(&k);
+        gpu_moe_batch_free(&k);
         moe_free(&l);
     }
     gpu_close(b);
@@ -218,37 +119,37 @@ static void test_bits(void **state)
 {
     (void)state;
     enum { N = 80, K = 3, H = 64, I = 32 };
-    nbi_backend *b = gpu_open(&limits);
+    nbi_backend *b = gpu_open(&gpu_moe_limits);
     moe_layer l;
     moe_make(&l, NBI_WEIGHT_NVFP4, NBI_WEIGHT_NVFP4, 4, K, H, I, false);
-    batch k = make_batch(&l, N);
-    prepared p = prepare(b, "cuda_gemv", &l);
-    float *want = run(&p, k.x, k.ids, k.weights, N);
-    release(&p);
+    gpu_moe_batch k = gpu_moe_batch_make(&l, N);
+    gpu_moe p = gpu_moe_prepare(b, "cuda_gemv", &l);
+    float *want = gpu_moe_run(&p, k.x, k.ids, k.weights, N);
+    gpu_moe_release(&p);
     static const uint32_t sizes[] = {1, 2, 7, 8, 9, 17, 40, 60, N};
     for (size_t r = 0; r < N_RUNNERS; r++) {
-        p = prepare(b, runners[r], &l);
+        p = gpu_moe_prepare(b, runners[r], &l);
         for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) {
             const uint32_t n = sizes[i], t = op_below(N - n + 1);
-            float *out = run(&p, k.x + t * H, k.ids + t * K, k.weights + t * K, n);
+            float *out = gpu_moe_run(&p, k.x + t * H, k.ids + t * K, k.weights + t * K, n);
             moe_same_bits(out, want + t * H, n * H, runners[r]);
             free(out);
         }
-        batch back = make_batch(&l, N); /* rows in the opposite order */
+        gpu_moe_batch back = gpu_moe_batch_make(&l, N); /* rows in the opposite order */
         for (uint32_t t = 0; t < N; t++) {
             memcpy(back.x + t * H, k.x + (N - 1 - t) * H, H * sizeof(float));
             memcpy(back.ids + t * K, k.ids + (N - 1 - t) * K, K * sizeof(int32_t));
             memcpy(back.weights + t * K, k.weights + (N - 1 - t) * K, K * sizeof(float));
         }
-        float *out = run(&p, back.x, back.ids, back.weights, N);
+        float *out = gpu_moe_run(&p, back.x, back.ids, back.weights, N);
         for (uint32_t t = 0; t < N; t++)
             moe_same_bits(out + t * H, want + (N - 1 - t) * H, H, runners[r]);
         free(out);
-        free_batch(&back);
-        release(&p);
+        gpu_moe_batch_free(&back);
+        gpu_moe_release(&p);
     }
     free(want);
-    free_batch(&k);
+    gpu_moe_batch_free(&k);
     moe_free(&l);
     gpu_close(b);
 }
@@ -267,11 +168,11 @@ static void test_many_rows(void **state)
                  {NBI_WEIGHT_F16, NBI_WEIGHT_BF16, 64, 328}};
     static const float sizes[4] = {1, 300, 0x1p-70f, 0};
     enum { N = 300, MASKED = 140 };
-    nbi_backend *b = gpu_open(&limits);
+    nbi_backend *b = gpu_open(&gpu_moe_limits);
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         moe_layer l;
         moe_make(&l, cases[i].gate_up, cases[i].down, 4, 2, cases[i].hidden, cases[i].inter, false);
-        batch k = make_batch(&l, N);
+        gpu_moe_batch k = gpu_moe_batch_make(&l, N);
         for (uint32_t t = 0; t < N; t++) { /* 294, 200 to 250, 80 to 40 and 20 to 10 pairs */
             k.ids[2 * t] = t % 50 ? 2 : -1;
             k.ids[2 * t + 1] = t % (3 + i) ? 1 : t % 5 ? 0 : 3;
@@ -279,30 +180,31 @@ static void test_many_rows(void **state)
             for (uint32_t c = 0; c < l.e.shape.hidden; c++) /* gates of every size */
                 k.x[(size_t)t * l.e.shape.hidden + c] *= factor;
         }
-        prepared p = prepare(b, "cuda_grouped", &l);
-        float *want = run(&p, k.x, k.ids, k.weights, N);
+        gpu_moe p = gpu_moe_prepare(b, "cuda_grouped", &l);
+        float *want = gpu_moe_run(&p, k.x, k.ids, k.weights, N);
         const uint32_t width = cases[i].hidden;
-        prepared other = prepare(b, "cuda_stream", &l); /* many entries of a block */
-        float *same = run(&other, k.x, k.ids, k.weights, N);
+        gpu_moe other = gpu_moe_prepare(b, "cuda_stream", &l); /* many entries of a block */
+        float *same = gpu_moe_run(&other, k.x, k.ids, k.weights, N);
         moe_same_bits(same, want, (size_t)N * width, "many rows, cuda_stream");
         free(same);
-        release(&other);
-        other = prepare(b, "cuda_masked", &l); /* the rest of two passes, several tiles of each */
-        same = run(&other, k.x, k.ids, k.weights, MASKED);
+        gpu_moe_release(&other);
+        other = gpu_moe_prepare(b, "cuda_masked",
+                                &l); /* the rest of two passes, several tiles of each */
+        same = gpu_moe_run(&other, k.x, k.ids, k.weights, MASKED);
         moe_same_bits(same, want, (size_t)MASKED * width, "many rows, cuda_masked");
         free(same);
-        release(&other);
+        gpu_moe_release(&other);
         for (uint32_t t = 0; t < N; t += 37 + op_below(20)) { /* rows alone take other kernels */
-            const batch one = {k.x + (size_t)t * width, k.weights + 2 * t, k.ids + 2 * (size_t)t,
-                               1};
-            float *out = run(&p, one.x, one.ids, one.weights, 1);
-            check_oracle(&p, &one, out, 1e-2);
+            const gpu_moe_batch one = {k.x + (size_t)t * width, k.weights + 2 * t,
+                                       k.ids + 2 * (size_t)t, 1};
+            float *out = gpu_moe_run(&p, one.x, one.ids, one.weights, 1);
+            gpu_moe_check(&p, &one, out, 1e-2);
             moe_same_bits(out, want + (size_t)t * width, width, "a row of many");
             free(out);
         }
-        release(&p);
+        gpu_moe_release(&p);
         free(want);
-        free_batch(&k);
+        gpu_moe_batch_free(&k);
         moe_free(&l);
     }
     gpu_close(b);
@@ -313,23 +215,23 @@ static void test_routings(void **state)
 {
     (void)state;
     enum { N = 19, K = 2, H = 64, I = 32 };
-    nbi_backend *b = gpu_open(&limits);
+    nbi_backend *b = gpu_open(&gpu_moe_limits);
     moe_layer l;
     moe_make(&l, NBI_WEIGHT_NVFP4, NBI_WEIGHT_NVFP4, 5, K, H, I, false);
     static const int32_t patterns[][2] = {{3, -1}, {-1, 0}, {2, 2}, {-1, -1}, {4, 1}};
     for (size_t i = 0; i < sizeof patterns / sizeof *patterns; i++) {
-        batch k = make_batch(&l, N);
+        gpu_moe_batch k = gpu_moe_batch_make(&l, N);
         for (uint32_t t = 0; t < N; t++) memcpy(k.ids + t * K, patterns[i], sizeof patterns[i]);
         for (size_t r = 0; r < N_RUNNERS; r++) {
-            prepared p = prepare(b, runners[r], &l);
-            float *out = run(&p, k.x, k.ids, k.weights, N);
-            check_oracle(&p, &k, out, 1e-3);
+            gpu_moe p = gpu_moe_prepare(b, runners[r], &l);
+            float *out = gpu_moe_run(&p, k.x, k.ids, k.weights, N);
+            gpu_moe_check(&p, &k, out, 1e-3);
             if (patterns[i][0] < 0 && patterns[i][1] < 0)
                 for (uint32_t j = 0; j < N * H; j++) assert_true(out[j] == 0);
             free(out);
-            release(&p);
+            gpu_moe_release(&p);
         }
-        free_batch(&k);
+        gpu_moe_batch_free(&k);
     }
     moe_free(&l);
     gpu_close(b);
@@ -390,7 +292,7 @@ static void test_shared(void **state)
                  {NBI_WEIGHT_FP8_BLOCK, 192, 136, 4, 2, 1e-3},
                  {NBI_WEIGHT_BF16, 136, 72, 4, 2, 8e-3}};
     static const uint32_t rows[] = {1, 9, 2, 40};
-    nbi_backend *b = gpu_open(&limits);
+    nbi_backend *b = gpu_open(&gpu_moe_limits);
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         moe_layer l;
         moe_make(&l, cases[i].kind, cases[i].kind, cases[i].experts + 1, cases[i].top_k,
@@ -398,24 +300,24 @@ static void test_shared(void **state)
         moe_share_last(&l);
         moe_layer without = l;
         without.e.shape.n_shared = 0;
-        prepared apart = prepare(b, "cuda_gemv", &without), among[N_RUNNERS];
-        for (size_t r = 0; r < N_RUNNERS; r++) among[r] = prepare(b, runners[r], &l);
+        gpu_moe apart = gpu_moe_prepare(b, "cuda_gemv", &without), among[N_RUNNERS];
+        for (size_t r = 0; r < N_RUNNERS; r++) among[r] = gpu_moe_prepare(b, runners[r], &l);
         for (size_t j = 0; j < (i ? 2 : 4); j++) {
-            batch k = make_batch(&l, rows[j]);
-            float *sum = run(&apart, k.x, k.ids, k.weights, k.n);
+            gpu_moe_batch k = gpu_moe_batch_make(&l, rows[j]);
+            float *sum = gpu_moe_run(&apart, k.x, k.ids, k.weights, k.n);
             float *want = add_apart(b, &l, k.x, sum, k.n);
-            check_oracle(&among[0], &k, want, cases[i].bound);
+            gpu_moe_check(&among[0], &k, want, cases[i].bound);
             for (size_t r = 0; r < N_RUNNERS; r++) {
-                float *out = run(&among[r], k.x, k.ids, k.weights, k.n);
+                float *out = gpu_moe_run(&among[r], k.x, k.ids, k.weights, k.n);
                 moe_same_bits(out, want, (size_t)k.n * cases[i].hidden, runners[r]);
                 free(out);
             }
             free(sum);
             free(want);
-            free_batch(&k);
+            gpu_moe_batch_free(&k);
         }
-        for (size_t r = 0; r < N_RUNNERS; r++) release(&among[r]);
-        release(&apart);
+        for (size_t r = 0; r < N_RUNNERS; r++) gpu_moe_release(&among[r]);
+        gpu_moe_release(&apart);
         moe_free(&l);
     }
     gpu_close(b);
@@ -425,7 +327,7 @@ static void test_shared(void **state)
 static void test_shared_refused(void **state)
 {
     (void)state;
-    nbi_backend *b = gpu_open(&limits);
+    nbi_backend *b = gpu_open(&gpu_moe_limits);
     const nbi_moe_shape good = {.n_experts = 4,
                                 .top_k = 2,
                                 .hidden = 64,
@@ -456,20 +358,20 @@ static void test_not_finite(void **state)
 {
     (void)state;
     enum { N = 4, K = 1, H = 64, I = 48 };
-    nbi_backend *b = gpu_open(&limits);
+    nbi_backend *b = gpu_open(&gpu_moe_limits);
     moe_layer l;
     moe_make(&l, NBI_WEIGHT_NVFP4, NBI_WEIGHT_NVFP4, 2, K, H, I, false);
-    batch k = make_batch(&l, N);
+    gpu_moe_batch k = gpu_moe_batch_make(&l, N);
     const int32_t mixed[N] = {1, 0, 1, 0};
     memcpy(k.ids, mixed, sizeof mixed);
     for (size_t r = 0; r < N_RUNNERS; r++) {
-        prepared p = prepare(b, runners[r], &l);
-        float *want = run(&p, k.x, k.ids, k.weights, N);
+        gpu_moe p = gpu_moe_prepare(b, runners[r], &l);
+        float *want = gpu_moe_run(&p, k.x, k.ids, k.weights, N);
         const float kept = k.x[2 * H + 5];
         const float bad[] = {NAN, INFINITY, -INFINITY};
         for (int i = 0; i < 3; i++) {
             k.x[2 * H + 5] = bad[i];
-            float *out = run(&p, k.x, k.ids, k.weights, N);
+            float *out = gpu_moe_run(&p, k.x, k.ids, k.weights, N);
             moe_same_bits(out, want, 2 * H, "rows before");
             moe_same_bits(out + 3 * H, want + 3 * H, H, "row behind");
             bool finite = true;
@@ -478,20 +380,20 @@ static void test_not_finite(void **state)
             free(out);
         }
         k.x[2 * H + 5] = kept;
-        release(&p);
+        gpu_moe_release(&p);
         uint8_t *scale = (uint8_t *)l.gate[0].scales;
         const uint8_t kept_scale = scale[5];
         scale[5] = 0x7f;
-        p = prepare(b, runners[r], &l);
-        float *out = run(&p, k.x, k.ids, k.weights, N);
+        p = gpu_moe_prepare(b, runners[r], &l);
+        float *out = gpu_moe_run(&p, k.x, k.ids, k.weights, N);
         for (int t = 0; t < N; t += 2) moe_same_bits(out + t * H, want + t * H, H, "other expert");
         for (int t = 1; t < N; t += 2) assert_true(isnan(out[t * H]));
         scale[5] = kept_scale;
         free(out);
         free(want);
-        release(&p);
+        gpu_moe_release(&p);
     }
-    free_batch(&k);
+    gpu_moe_batch_free(&k);
     moe_free(&l);
     gpu_close(b);
 }
@@ -499,7 +401,7 @@ static void test_not_finite(void **state)
 static void test_names(void **state)
 {
     (void)state;
-    nbi_backend *b = gpu_open(&limits);
+    nbi_backend *b = gpu_open(&gpu_moe_limits);
     nbi_moe_shape shape = {.n_experts = 4,
                            .top_k = 2,
                            .hidden = 64,
@@ -544,7 +446,7 @@ static void test_names(void **state)
 static void test_masked_memory(void **state)
 {
     (void)state;
-    nbi_backend *b = gpu_open(&limits);
+    nbi_backend *b = gpu_open(&gpu_moe_limits);
     const nbi_moe_runner_ops *ops = NULL;
     nb_error err = {0};
     static const struct {
@@ -575,7 +477,7 @@ static void test_masked_memory(void **state)
 static void test_class(void **state)
 {
     (void)state;
-    nbi_backend *b = gpu_open(&limits);
+    nbi_backend *b = gpu_open(&gpu_moe_limits);
     const nbi_moe_shape s = {.n_experts = 4,
                              .top_k = 2,
                              .hidden = 64,
@@ -603,7 +505,7 @@ static void test_class(void **state)
 static void test_refusals(void **state)
 {
     (void)state;
-    nbi_backend *b = gpu_open(&limits);
+    nbi_backend *b = gpu_open(&gpu_moe_limits);
     moe_layer l;
     moe_make(&l, NBI_WEIGHT_NVFP4, NBI_WEIGHT_NVFP4, 2, 1, 32, 32, false);
     const nbi_moe_runner_ops *ops = NULL;
@@ -804,7 +706,7 @@ static void run_bench(void)
                                          {"glm-5/tp8", 256, 8, 6144, 256},
                                          {"4.7-flash", 64, 4, 2048, 1536}};
 #endif
-    nbi_limits wide = limits;
+    nbi_limits wide = gpu_moe_limits;
     wide.max_rows = BENCH_ROWS;
     wide.max_context = BENCH_ROWS;
     for (int w4a4 = 0; w4a4 < 2; w4a4++) {
